@@ -1,0 +1,1 @@
+"""Everything that knows CUDA: CuPy is imported in this folder and nowhere else."""

@@ -1,0 +1,62 @@
+"""Finds the CUDA sources and names their state by one digest."""
+
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_SUFFIXES = (".cu", ".cuh")
+
+
+@cache
+def folder() -> Path:
+    """Return the folder of the CUDA sources.
+
+    A wheel carries it inside the package; an editable install and a bare checkout have it beside
+    the package. A path is looked up, not a package resource: resources of a mapped folder are not
+    found in editable installs.
+
+    Returns
+    -------
+    pathlib.Path
+        The first of ``cupy_flash/cuda_src`` and ``cupy_flash/../cuda_src`` that holds ``base.cuh``.
+
+    Raises
+    ------
+    FileNotFoundError
+        When neither does, which means that the installation is incomplete.
+    """
+    candidates = (_PACKAGE / "cuda_src", _PACKAGE.parent / "cuda_src")
+    for candidate in candidates:
+        if (candidate / "base.cuh").is_file():
+            return candidate
+    raise FileNotFoundError(
+        "the CUDA sources of cupy_flash are missing: there is no base.cuh in "
+        + " or ".join(map(str, candidates))
+        + "; install the package again"
+    )
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Return the source files, sorted, as paths relative to `folder` with forward slashes."""
+    root = folder()
+    found = (path for path in root.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
+    return tuple(sorted(path.relative_to(root).as_posix() for path in found))
+
+
+@cache
+def digest() -> str:
+    """Return the SHA-256 over the names and contents of all sources, in hexadecimal.
+
+    CuPy's kernel cache does not look into included files: without this digest in the compiled
+    text, an edited header would go on running as the old kernel. The result is cached, so the
+    sources count as fixed for the life of the process.
+    """
+    total = sha256()
+    for name in names():
+        content = (folder() / name).read_bytes()
+        # The length keeps a byte moved from one file's end to the next one's start visible.
+        total.update(f"{name}\0{len(content)}\0".encode())
+        total.update(content)
+    return total.hexdigest()
