@@ -107,7 +107,7 @@ def _forward(q, k, v, dtype, rounded, *, scale=None, causal=False, q_offset=None
         m = S.max(axis=3, keepdims=True, initial=-np.inf)
         m_ref = np.where(m == -np.inf, 0, m)
         P = np.exp(S - m_ref)
-        l = P.sum(axis=3, keepdims=True)  # noqa: E741 - the symbol of the papers
+        l = P.sum(axis=3, keepdims=True)
         P = P / np.where(l == 0, 1, l)
         lse = (m_ref + np.log(l))[..., 0]
         out = rounded(P) @ rounded(v)

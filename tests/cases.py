@@ -1,0 +1,254 @@
+"""One table of named cases and the generator of their inputs.
+
+Tests, compile tests and the bench read the same table, so this file knows no test framework and
+no backend: it makes NumPy arrays. A case is named after what is special about it, its sizes and
+its dtype, for example `gqa-causal-113x203-d64-bfloat16`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention and of its backward, without the arrays.
+
+    `mask` names a shape of `MASKS`; `bias` spells the axes it keeps, `1` for a broadcast one
+    (`"1h1k"` is (1, Hq, 1, Nk), `"qk"` is (Nq, Nk)); `alibi` likewise is `"h"` or `"bh"`.
+    `data` names a generator of `inputs`. Everything else has the meaning and the default of the
+    public option of that name.
+    """
+
+    label: str
+    Nq: int = 113
+    Nk: int = 203
+    d: int = 64
+    d_v: int | None = None
+    B: int = 1
+    Hq: int = 2
+    Hk: int = 2
+    ndim: int = 4
+    dtype: str = "float32"
+    scale: float | None = None
+    causal: bool = False
+    q_offset: int | None = None
+    window: tuple | None = None
+    mask: str | None = None
+    bias: str | None = None
+    bias_dtype: str | None = None
+    bias_holes: bool = False
+    softcap: float | None = None
+    alibi: str | None = None
+    q_lens: tuple | None = None
+    kv_lens: tuple | None = None
+    precision: str | None = None
+    data: str = "normal"
+    seed: int = 0
+
+    @property
+    def id(self):
+        """The readable name, unique in `CASES`."""
+        head_dim = f"d{self.d}" if self.d_v is None else f"d{self.d}v{self.d_v}"
+        parts = (self.label, f"{self.Nq}x{self.Nk}", head_dim, self.dtype, self.precision)
+        return "-".join(filter(None, parts))
+
+    def shapes(self):
+        """The shapes of q, k and v."""
+        d_v = self.d if self.d_v is None else self.d_v
+        query, key = ((self.B, self.Hq, self.Nq), (self.B, self.Hk, self.Nk))
+        return tuple((*lead[4 - self.ndim :], n) for lead, n in
+                     ((query, self.d), (key, self.d), (key, d_v)))
+
+
+class Inputs(NamedTuple):
+    """The arrays of a case; `options` are the keyword arguments of every public function."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    dlse: np.ndarray
+    options: dict[str, Any]
+
+
+def inputs(case):
+    """Make the arrays of `case`: the same every time."""
+    rng = np.random.default_rng([case.seed, *case.id.encode()])
+    dtype = DTYPES[case.dtype]
+    q, k, v = (rng.standard_normal(shape) for shape in case.shapes())
+    dout = rng.standard_normal((*q.shape[:-1], v.shape[-1]))
+    q, k, v, dout = DATA[case.data](rng, q, k, v, dout)
+    dlse = rng.standard_normal(q.shape[:-1])
+    q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
+    statistics = np.float64 if case.dtype == "float64" else np.float32
+    return Inputs(q, k, v, dout, dlse.astype(statistics), _options(case, rng))
+
+
+def _options(case, rng):
+    """The keyword arguments of `case`; an option that is off is not among them."""
+    options = {name: getattr(case, name) for name in
+               ("scale", "causal", "q_offset", "window", "softcap", "precision")}
+    if case.mask is not None:
+        options["mask"] = MASKS[case.mask](rng, case)
+    if case.bias is not None:
+        bias = rng.standard_normal(_kept(case, case.bias))
+        if case.bias_holes:
+            bias[rng.random(bias.shape) < 0.3] = -np.inf
+        options["bias"] = bias.astype(DTYPES[case.bias_dtype or case.dtype])
+    if case.alibi is not None:
+        slopes = 2.0 ** -rng.uniform(1, 8, _kept(case, case.alibi))
+        options["alibi_slopes"] = slopes.astype(np.float32)
+    for name in ("q_lens", "kv_lens"):
+        if getattr(case, name) is not None:
+            options[name] = np.array(getattr(case, name), np.int32)
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _kept(case, axes):
+    """The shape that `axes` spells, for example "1h1k" or "bh"."""
+    size = {"b": case.B, "h": case.Hq, "q": case.Nq, "k": case.Nk, "1": 1}
+    return tuple(size[axis] for axis in axes)
+
+
+def _normal(rng, q, k, v, dout):
+    return q, k, v, dout
+
+
+def _mean_one(rng, q, k, v, dout):
+    """Zero-mean data hides an accumulator that is too short: here every sum grows."""
+    return q + 1, k + 1, v + 1, dout + 1
+
+
+def _late_maxima(rng, q, k, v, dout):
+    """The row maximum keeps moving, and five queries find by far their largest score at the end."""
+    Nq, Nk = q.shape[-2], k.shape[-2]
+    k = k * np.linspace(0.5, 2, Nk)[:, None]
+    rows, keys = rng.integers(Nq, size=min(5, Nk)), np.arange(Nk - min(5, Nk), Nk)
+    readers = q if q.ndim == 2 else q[..., :: q.shape[-3] // k.shape[-3], :, :]
+    k[..., keys, :] = 3 * readers[..., rows, :]
+    return q, k, v, dout
+
+
+def _mixed_scales(rng, q, k, v, dout):
+    """Neighbouring rows differ by factors up to 2^12 in q and 2^8 in dout."""
+    i = np.arange(q.shape[-2])[:, None]
+    return q * 2.0 ** (i * 7 % 13 - 6), k, v, dout * 2.0 ** (i * 5 % 9 - 4)
+
+
+DATA = {"normal": _normal, "mean1": _mean_one, "late": _late_maxima, "scales": _mixed_scales}
+
+
+def _dense(rng, case):
+    """A mask of its own for every (batch, head), three rows of it empty, one key never seen."""
+    mask = rng.random((case.B, case.Hq, case.Nq, case.Nk)) < 0.6
+    mask[..., rng.integers(case.Nq, size=3), :] = False
+    mask[..., rng.integers(case.Nk)] = False
+    return mask
+
+
+def _blocks(rng, case):
+    """Whole tiles hidden, the first one of every row among them."""
+    mask = np.ones((case.Nq, case.Nk), bool)
+    mask[:, : case.Nk // 2] = False
+    mask[case.Nq // 2 :, : case.Nk * 3 // 4] = False
+    return mask
+
+
+MASKS = {
+    "dense": _dense,
+    "blocks": _blocks,
+    "padding": lambda rng, case: rng.random((case.B, 1, 1, case.Nk)) < 0.7,
+    "per-query": lambda rng, case: rng.random((case.Hq, case.Nq, 1)) < 0.7,
+    "nothing": lambda rng, case: np.zeros((1, case.Nk), bool),
+}
+
+GQA = {"B": 2, "Hq": 4, "Hk": 2, "d": 32}
+
+FEATURES = (
+    Case("plain"),
+    Case("square", Nq=192, Nk=192),
+    Case("2d", ndim=2, Hq=1, Hk=1),
+    Case("3d-gqa", ndim=3, Hq=3, Hk=1),
+    Case("batch-gqa", **GQA),
+    Case("mqa-causal", B=2, Hq=4, Hk=1, d=32, causal=True),
+    Case("decode", Nq=1, Nk=203, Hq=8, Hk=2),
+    Case("decode-causal-two", Nq=2, Nk=130, Hq=8, Hk=2, causal=True),
+    Case("one-key", Nq=130, Nk=1),
+    Case("one-one", Nq=1, Nk=1),
+    Case("three", Nq=3, Nk=3, causal=True),
+    Case("causal", causal=True),
+    Case("causal-square", Nq=200, Nk=200, causal=True),
+    Case("causal-tall", Nq=203, Nk=113, causal=True),
+    Case("causal-top-left", causal=True, q_offset=0),
+    Case("causal-offset-negative", causal=True, q_offset=-20),
+    Case("causal-offset-beyond", causal=True, q_offset=500),
+    Case("window", window=(17, 5)),
+    Case("window-left", window=(40, None)),
+    Case("window-right", Nq=203, Nk=113, window=(None, 3)),
+    Case("window-diagonal", Nq=150, Nk=150, window=(0, 0)),
+    Case("window-causal-gqa", causal=True, window=(65, 2), **GQA),
+    Case("window-offset", window=(30, 10), q_offset=7),
+    Case("scale-negative", scale=-0.3),
+    Case("scale-zero", scale=0.0),
+    Case("softcap", softcap=1.5),
+    Case("softcap-causal-gqa", softcap=20.0, causal=True, **GQA),
+    Case("alibi", alibi="h"),
+    Case("alibi-batch-causal-gqa", alibi="bh", causal=True, **GQA),
+    Case("mask-dense-gqa", mask="dense", **GQA),
+    Case("mask-blocks", mask="blocks"),
+    Case("mask-padding", B=2, mask="padding"),
+    Case("mask-per-query-causal", mask="per-query", causal=True),
+    Case("mask-nothing", Nq=30, Nk=100, mask="nothing"),
+    Case("bias-pair-gqa", bias="bhqk", **GQA),
+    Case("bias-shared", B=2, bias="11qk"),
+    Case("bias-key", B=2, bias="b11k"),
+    Case("bias-head-key-causal", bias="1h1k", causal=True),
+    Case("bias-query", bias="hq1"),
+    Case("bias-2d-float32", bias="qk", bias_dtype="float32", softcap=5.0),
+    Case("bias-2d-float64", Nq=60, bias="qk", bias_dtype="float64"),
+    Case("bias-holes-gqa", bias="1hqk", bias_holes=True, **GQA),
+    Case("lens", B=3, q_lens=(113, 50, 0), kv_lens=(203, 97, 40)),
+    Case("lens-causal-gqa", B=3, Hq=2, Hk=1, causal=True, q_lens=(113, 96, 30),
+         kv_lens=(100, 0, 203)),
+    Case("kv-lens-window", B=2, kv_lens=(190, 33), window=(20, 4)),
+    Case("late-maxima", data="late"),
+    Case("late-maxima-causal-gqa", data="late", causal=True, **GQA),
+    Case("mean-one", data="mean1"),
+    Case("mean-one-causal", Nq=203, data="mean1", causal=True),
+    Case("mixed-scales", data="scales"),
+    Case("mixed-scales-softcap", data="scales", softcap=10.0),
+    Case("d1", d=1),
+    Case("d7v3", Nq=70, d=7, d_v=3),
+    Case("d20", Nq=70, d=20, causal=True),
+    Case("d46v72", Nq=70, d=46, d_v=72),
+    Case("d80", Nq=70, d=80),
+    Case("d96v128-causal", Nq=70, d=96, d_v=128, causal=True),
+    Case("d128", d=128),
+    Case("d192v128-gqa", Nq=70, d=192, d_v=128, Hq=2, Hk=1, causal=True),
+    Case("d256", Nq=70, d=256),
+    Case("d1v256", Nq=70, d=1, d_v=256),
+    Case("all-but-lens", causal=True, window=(90, 7), mask="dense", bias="11qk", softcap=8.0,
+         alibi="h", scale=0.2, data="mean1", **GQA),
+    Case("all-options", q_offset=60, causal=True, window=(120, 20), mask="padding", bias="1hq1",
+         softcap=3.0, alibi="bh", q_lens=(113, 70), kv_lens=(150, 203), data="late", **GQA),
+)
+
+PRECISIONS = tuple(
+    replace(feature, precision=precision)
+    for feature in FEATURES
+    if feature.label in ("plain", "causal", "mean-one", "mean-one-causal", "late-maxima",
+                         "bias-pair-gqa", "all-but-lens", "d256")
+    for precision in ("tf32", "tf32x3")
+)
+
+CASES = (*(replace(f, dtype=dtype) for f in FEATURES for dtype in DTYPES), *PRECISIONS)
