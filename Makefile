@@ -1,0 +1,44 @@
+# make demo and make test work on a fresh machine with Python 3.11 or newer, make and g++.
+# Each builds its environment in .venv the first time, and again after setup.cfg has changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Where nvidia-smi answers, the CuPy that fits the driver's CUDA version is installed as well.
+CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version: *\([0-9]*\).*/\1/p' | head -n 1)
+CUDA_EXTRA := $(if $(CUDA_MAJOR),$(if $(filter-out 0 1 2 3 4 5 6 7 8 9 10 11 12,$(CUDA_MAJOR)),$(comma)cuda13x,$(if $(filter 12,$(CUDA_MAJOR)),$(comma)cuda12x)))
+comma := ,
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint docs clean
+
+demo: $(VENV)/demo.done
+	$(BIN)/python -m cupy_flash demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/test.done
+	$(BIN)/ruff check .
+
+docs: $(VENV)/docs.done
+	$(BIN)/sphinx-build -W -q docs docs/_build
+	@echo "The pages are in docs/_build/index.html"
+
+clean:
+	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/demo.done: EXTRAS := examples
+$(VENV)/test.done: EXTRAS := test
+$(VENV)/docs.done: EXTRAS := docs
+$(VENV)/%.done: setup.cfg pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)$(CUDA_EXTRA)]"
+	touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is missing or older than 3.11; name another one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	    { echo "On Debian and Ubuntu, 'apt install python3-venv' brings what is missing."; exit 1; }

@@ -1,0 +1,85 @@
+"""The devices on which a command can run, all behind the same few methods."""
+
+import time
+import tracemalloc
+
+import numpy as np
+
+import cupy_flash as cf
+from cupy_flash.backends.cuda import probe
+
+
+class CpuDevice:
+    """The CPU as the command line uses it; `probe.CudaDevice` is its counterpart.
+
+    Attributes
+    ----------
+    xp : module
+        The array module, NumPy.
+    name : str
+        What the device is called.
+    """
+
+    xp = np
+    name = "the CPU"
+
+    def asarray(self, x):
+        """Return the array as it is."""
+        return np.asarray(x)
+
+    def asnumpy(self, x):
+        """Return the array as it is."""
+        return np.asarray(x)
+
+    def synchronize(self):
+        """Return at once: nothing runs behind the caller's back."""
+
+    def peak_bytes(self, function):
+        """Return how much memory `function()` had in use at its peak, its result included.
+
+        NumPy reports its arrays to `tracemalloc`, so this counts them to the byte.
+        """
+        tracemalloc.start()
+        try:
+            function()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+
+def cuda_devices():
+    """Return the CUDA devices that this version computes on, and why there are no others.
+
+    Returns
+    -------
+    devices : list of probe.CudaDevice
+        Those that answered a small call of `cupy_flash.attention`.
+    reason : str or None
+        Why a device, or CUDA as a whole, is not used.
+    """
+    missing = probe.cuda().missing
+    if missing is not None:
+        return [], missing
+    usable, reason = [], None
+    for device in probe.cuda_devices():
+        x = device.asarray(np.zeros((1, 1), np.float32))
+        try:
+            cf.attention(x, x, x)
+        except NotImplementedError as error:
+            reason = f"{device.name}: {error}"
+        else:
+            usable.append(device)
+    return usable, reason
+
+
+def seconds(device, function, repeats=5):
+    """Return the shortest of several times of `function()`, after one call that does not count."""
+    function()
+    times = []
+    for _ in range(repeats):
+        device.synchronize()
+        start = time.perf_counter()
+        function()
+        device.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,191 @@
+"""``python -m cupy_flash selftest``: small cases against the float64 reference, on every device."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+import cupy_flash as cf
+from cupy_flash import reference
+from cupy_flash.cli import devices
+from cupy_flash.cli.progress import Progress
+
+# B, Hq, Hk, Nq, Nk, d, d_v. No length is a multiple of a tile; one case needs several tiles.
+_SHAPES = {
+    "plain": (2, 2, 2, 33, 57, 24, 24),
+    "longer than a tile": (1, 1, 1, 150, 311, 64, 64),
+    "grouped heads": (1, 6, 2, 19, 40, 32, 16),
+    "one query": (2, 4, 1, 1, 129, 64, 64),
+    "widest head": (1, 1, 1, 9, 35, 256, 40),
+}
+_FEATURES = ("causal", "window", "mask", "bias", "softcap", "alibi_slopes", "lengths")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One small problem: a dtype, a shape or a feature, and all arrays that belong to it."""
+
+    name: str
+    dtype: np.dtype
+    arrays: dict
+    options: dict
+
+
+def add_arguments(parser):
+    """Add the options of the command."""
+    parser.add_argument("-v", "--verbose", action="store_true", help="name every case")
+    parser.add_argument("--cpu", action="store_true", help="leave CUDA devices out")
+
+
+def run(arguments) -> int:
+    """Run all cases on all devices; return 0 when all are right, else 1."""
+    all_cases = cases()
+    print(f"{len(all_cases)} cases, forward and backward, against the float64 reference")
+    cpu, faults = _run_device(devices.CpuDevice(), all_cases, arguments.verbose)
+    if not arguments.cpu:
+        usable, reason = devices.cuda_devices()
+        if reason is not None:
+            print(f"no GPU is tested: {reason}")
+        for device in usable:
+            faults += _run_device(device, all_cases, arguments.verbose, others=cpu)[1]
+    print("all is well" if not faults else f"{faults} cases FAILED")
+    return 1 if faults else 0
+
+
+def cases():
+    """Return the cases: each shape and each feature in each dtype that this machine knows."""
+    dtypes = [np.dtype(name) for name in ("float64", "float32", "float16")]
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError:
+        print("ml_dtypes is not installed: bfloat16 is left out")
+    else:
+        dtypes.append(np.dtype(bfloat16))
+    return [_case(name, dtype, seed) for dtype in dtypes
+            for seed, name in enumerate((*_SHAPES, *_FEATURES))]
+
+
+def check(device, case):
+    """Run one case.
+
+    Returns
+    -------
+    results : dict of str to numpy.ndarray
+        What the device computed, in float64.
+    bounds : dict of str to float
+        How far each may lie from the truth: twice the error of a plain program in the same dtype,
+        plus four roundings of the largest value.
+    faults : list of str
+        One line for each result that is wrong; empty when all is well.
+    """
+    truth = _by_reference(case, reference.attention, reference.attention_backward)
+    plain = _by_reference(case, reference.baseline, reference.baseline_backward)
+    results = _by_device(device, case)
+    bounds, faults = {}, []
+    for name, true in truth.items():
+        finite = np.isfinite(true)
+        largest = np.max(np.abs(true[finite]), initial=0)
+        bounds[name] = (2 * _distance(plain[name], true, finite)
+                        + 4 * _epsilon(case.dtype, name) * largest)
+        faults += _fault(case, name, results[name], true, bounds[name])
+    return results, bounds, faults
+
+
+def _run_device(device, all_cases, verbose, others=None):
+    """All cases on one device; `others` are the results of the CPU to compare with."""
+    found, wrong, lines = {}, 0, []
+    with Progress(len(all_cases), device.name) as progress:
+        for case in all_cases:
+            results, bounds, faults = check(device, case)
+            if others is not None:
+                for name, other in others[case.name].items():
+                    faults += _fault(case, f"{name} beside the CPU's", results[name], other,
+                                     bounds[name])
+            found[case.name] = results
+            wrong += bool(faults)
+            lines += faults or ([f"  ok    {case.name}"] if verbose else [])
+            progress.step()
+    print("\n".join([*lines, f"{device.name}: {len(all_cases) - wrong} of {len(all_cases)} right"]))
+    return found, wrong
+
+
+def _case(name, dtype, seed):
+    """Build a case; values have mean 1, which shows errors that cancel out around 0."""
+    rng = np.random.default_rng(seed)
+    B, Hq, Hk, Nq, Nk, d, d_v = _SHAPES.get(name, _SHAPES["plain"])
+    shapes = {"q": (B, Hq, Nq, d), "k": (B, Hk, Nk, d), "v": (B, Hk, Nk, d_v),
+              "dout": (B, Hq, Nq, d_v)}
+    arrays = {key: (1 + rng.standard_normal(shape)).astype(dtype)
+              for key, shape in shapes.items()}
+    statistics = np.float64 if dtype == np.float64 else np.float32
+    arrays["dlse"] = rng.standard_normal((B, Hq, Nq)).astype(statistics)
+    return Case(f"{name}, {dtype}", dtype, arrays, _options(name, rng, B, Hq, Nq, Nk, dtype))
+
+
+def _options(name, rng, B, Hq, Nq, Nk, dtype):
+    """The options of the feature `name`; none for the name of a shape."""
+    lens = {"q_lens": Nq, "kv_lens": Nk}
+    return {
+        "causal": lambda: {"causal": True},
+        "window": lambda: {"window": (7, 3), "q_offset": 11},
+        "mask": lambda: {"mask": rng.random((B, 1, Nq, Nk)) < 0.5},
+        "bias": lambda: {"bias": rng.standard_normal((Hq, Nq, Nk)).astype(dtype)},
+        "softcap": lambda: {"softcap": 2.5},
+        "alibi_slopes": lambda: {"alibi_slopes": rng.random(Hq).astype(np.float32)},
+        "lengths": lambda: {
+            "causal": True,
+            **{key: rng.integers(1, n, B, dtype=np.int32) for key, n in lens.items()},
+        },
+    }.get(name, dict)()
+
+
+def _by_reference(case, forward, backward):
+    """All results by two functions of `cupy_flash.reference`, in float64."""
+    a = case.arrays
+    out, lse = forward(a["q"], a["k"], a["v"], **case.options)
+    gradients = backward(a["dout"], a["q"], a["k"], a["v"], dlse=a["dlse"], **case.options)
+    return _named(out, lse, gradients)
+
+
+def _by_device(device, case):
+    """All results by the public functions, on a device."""
+    a = {key: device.asarray(x) for key, x in case.arrays.items()}
+    options = {key: device.asarray(x) if isinstance(x, np.ndarray) else x
+               for key, x in case.options.items()}
+    (out, lse), pullback = cf.attention_vjp(a["q"], a["k"], a["v"], return_lse=True, **options)
+    gradients = pullback(a["dout"], a["dlse"])
+    return _named(*(device.asnumpy(x) for x in (out, lse)),
+                  [None if x is None else device.asnumpy(x) for x in gradients])
+
+
+def _named(out, lse, gradients):
+    """Results by name in float64, without those that do not exist."""
+    named = dict(zip(("out", "lse", "dq", "dk", "dv", "dbias"), (out, lse, *gradients),
+                     strict=False))
+    return {name: x.astype(np.float64) for name, x in named.items() if x is not None}
+
+
+def _epsilon(dtype, name):
+    """The distance of 1 to the next number: of the dtype, and of float32 or more for `lse`."""
+    if name == "lse" and dtype.itemsize == 2:
+        return float(np.finfo(np.float32).eps)
+    if dtype.name == "bfloat16":        # NumPy has no finfo of it
+        return 2.0**-7
+    return float(np.finfo(dtype).eps)
+
+
+def _distance(x, true, finite):
+    """The largest error where the truth is finite."""
+    return np.max(np.abs(x[finite] - true[finite]), initial=0)
+
+
+def _fault(case, name, x, true, bound):
+    """A line that says what is wrong with `x`, in a list, or an empty list."""
+    finite = np.isfinite(true)
+    if x.shape != true.shape:
+        return [f"  WRONG {case.name}: {name} has shape {x.shape}, not {true.shape}"]
+    if not np.array_equal(x[~finite], true[~finite], equal_nan=True):
+        return [f"  WRONG {case.name}: {name} has its infinities elsewhere"]
+    error = _distance(x, true, finite)
+    if not error <= bound:
+        return [f"  WRONG {case.name}: {name} is off by {error:.1e}, allowed are {bound:.1e}"]
+    return []

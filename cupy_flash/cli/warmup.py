@@ -1,0 +1,58 @@
+"""``python -m cupy_flash warmup``: compile the kernels before anybody waits for them."""
+
+import sys
+import time
+
+import numpy as np
+
+import cupy_flash as cf
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def add_arguments(parser):
+    """Add the options of the command."""
+    parser.add_argument("dtypes", nargs="*", metavar="dtype", choices=[*DTYPES, []],
+                        help=f"any of {', '.join(DTYPES)}; without one, float32 and float64")
+    parser.add_argument("--forward", action="store_true", help="leave backward out")
+
+
+def run(arguments) -> int:
+    """Compile; return 0, or 2 when bfloat16 is asked for without ml_dtypes."""
+    for name in arguments.dtypes or ("float32", "float64"):
+        try:
+            dtype = _dtype(name)
+        except ImportError:
+            print('bfloat16 needs ml_dtypes: pip install "cupy-flash[bf16]"', file=sys.stderr)
+            return 2
+        start = time.perf_counter()
+        compile_for(dtype, backward=not arguments.forward)
+        print(f"{name}: ready after {time.perf_counter() - start:.1f} s", flush=True)
+    return 0
+
+
+def compile_for(dtype, *, backward):
+    """Call every kernel of a dtype once, on arrays of one element.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+    backward : bool
+        Whether the kernels of backward are wanted too.
+    """
+    x = np.ones((1, 1, 1, 1), dtype)
+    bias = np.zeros((1, 1, 1, 1), dtype)
+    if backward:
+        out, pullback = cf.attention_vjp(x, x, x, bias=bias)
+        pullback(out)
+    else:
+        cf.attention(x, x, x, bias=bias)
+
+
+def _dtype(name):
+    """A NumPy dtype by name, bfloat16 among them."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    from ml_dtypes import bfloat16
+
+    return np.dtype(bfloat16)
