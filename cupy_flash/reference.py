@@ -86,6 +86,9 @@ def _forward(q, k, v, dtype, rounded, *, scale=None, causal=False, q_offset=None
         visible = visible & (j <= position + int(right))
     if mask is not None:
         visible = visible & mask
+    if bias is not None:
+        bias = _four_axes(bias).astype(dtype)
+        visible = visible & (bias != -np.inf)
 
     # A row that nothing reads may hold NaN, and 0 * NaN is NaN: select it away.
     q = np.where(visible.any(3)[..., None], q, 0)
@@ -98,7 +101,7 @@ def _forward(q, k, v, dtype, rounded, *, scale=None, causal=False, q_offset=None
             t = np.tanh(S / float(softcap))
             S, cap_slope = float(softcap) * t, 1 - t * t
         if bias is not None:
-            S = S + _four_axes(bias).astype(dtype)
+            S = S + bias
         if alibi_slopes is not None:
             slopes = np.asarray(alibi_slopes, dtype).reshape(-1, Hq, 1, 1)
             S = S - slopes * np.abs(position - j).astype(dtype)
