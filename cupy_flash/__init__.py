@@ -1,0 +1,19 @@
+"""Exact, fast attention for NumPy and CuPy arrays: no framework, nothing to compile.
+
+    attention(...)              the public functions            attention.py
+      bind    -> Problem, Operands    all validation            bind.py, problem.py
+      plan    -> Plan                 launches and workspace    plan/
+      run     -> arrays               kernels                   backends/
+
+A `Problem` says what is asked, without arrays; a `Plan` is data: which kernels run with which tiles
+on which scratch memory. Both are hashable and printable, so planning is a pure function that needs
+no device, and each backend has one `run`. Importing the package loads NumPy and nothing else;
+Numba loads with the first computation.
+"""
+
+from ._version import __version__
+from .attention import Gradients, attention, attention_backward, attention_vjp, explain
+from .merge import merge
+
+__all__ = ["Gradients", "__version__", "attention", "attention_backward", "attention_vjp", "explain",
+           "merge"]

@@ -1,0 +1,248 @@
+"""The public functions: bind the call, make a plan, run it."""
+
+import os
+import sys
+from typing import Any, NamedTuple
+
+from . import device
+from .bind import Options, bind_backward, bind_forward
+from .plan import make_plan
+
+
+class Gradients(NamedTuple):
+    """Gradients of `attention`; None where there is no such operand.
+
+    Attributes
+    ----------
+    dq, dk, dv : ndarray
+        Shapes of q, k, v.
+    dbias : ndarray or None
+        Shape of `bias`, summed over the axes along which it was broadcast.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+
+
+def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, mask=None, bias=None,
+              softcap=None, alibi_slopes=None, q_lens=None, kv_lens=None, precision=None,
+              return_lse=False, out=None, out_dtype=None):
+    """Exact attention, ``softmax(scale * q @ k.T + ...) @ v``, without the Nq x Nk matrix.
+
+    The sequence axis is the last but one, always: ``(N, d)``, ``(H, N, d)`` or ``(B, H, N, d)``, the
+    same number of axes in q, k and v. Pass a ``(B, N, H, d)`` array as ``x.swapaxes(1, 2)``.
+
+    Parameters
+    ----------
+    q : ndarray (..., Nq, d)
+        Queries; float16, bfloat16 (``ml_dtypes.bfloat16``), float32 or float64. d from 1 to 256.
+        Any strides; an input whose last axis has no unit stride is copied once.
+    k : ndarray (..., Nk, d)
+        Keys, dtype of `q`. q's heads must be a multiple of k's: query head ``h`` reads key head
+        ``h // (Hq // Hk)`` (grouped or multi-query attention).
+    v : ndarray (..., Nk, d_v)
+        Values, dtype of `q`; d_v from 1 to 256.
+    scale : float, optional
+        Factor of the scores, any finite number on the host; default ``1 / sqrt(d)``.
+    causal : bool
+        Query ``i`` sees key ``j`` iff ``j <= i + q_offset``. With the default offset, Nq = 2 and
+        Nk = 4 (first picture), Nq = 4 and Nk = 2 (second; the first two rows see no key)::
+
+            1 1 1 0        0 0
+            1 1 1 1        0 0
+                           1 0
+                           1 1
+    q_offset : int, optional
+        Position of query 0 among the keys. Default ``Nk - Nq``: the newest query sees every key;
+        with `kv_lens` or `q_lens` the true lengths count. 0 aligns the first query and key.
+    window : (left, right), optional
+        Keys ``i + q_offset - left ... i + q_offset + right`` are visible, both ends included; None
+        on a side: unlimited. Combined with `causal` by AND. The last W tokens, the query's own
+        included, are ``window=(W - 1, 0)``.
+    mask : ndarray of bool, optional
+        True = may attend; broadcast to ``(B, Hq, Nq, Nk)`` without being expanded in memory.
+    bias : ndarray, optional
+        Of any of the four dtypes, broadcast likewise; added to the scores after `scale` and
+        `softcap`. -inf hides the key.
+    softcap : float, optional
+        Scores become ``softcap * tanh(scores / softcap)``, before bias and masks. None or 0: off.
+    alibi_slopes : ndarray (Hq,) or (B, Hq), optional
+        float32 or float64; ``-slope * abs(i + q_offset - j)`` is added to the scores.
+    q_lens, kv_lens : ndarray (B,) of int32, optional
+        True lengths inside the padded arrays. What lies behind them changes nothing; result rows
+        behind `q_lens` are 0 with lse -inf.
+    precision : {"tf32x3", "tf32"}, optional
+        float32 inputs only: "tf32x3" (default) is as exact as float32; "tf32" rounds q, k, v and the
+        probabilities to TF32, an error of about 1e-3.
+    return_lse : bool
+        Also return the log-sum-exp of the scores.
+    out : ndarray (..., Nq, d_v), optional
+        Buffer for the result, of any strides, apart from all inputs; it is returned.
+    out_dtype : dtype, optional
+        None (dtype of `q`) or float32 (float64 for float64), to `merge` partial results.
+
+    Returns
+    -------
+    out : ndarray (..., Nq, d_v)
+        In the memory order of `q`. A row that sees no key is 0.
+    lse : ndarray (..., Nq), if `return_lse`
+        Natural logarithm, float32 (float64 for float64); -inf for a row that sees no key.
+
+    Raises
+    ------
+    TypeError
+        An argument that is no array or number of a supported dtype, or arrays of mixed kinds.
+    ValueError
+        Shapes, lengths or numbers out of range, or an `out` that overlaps an input.
+    NotImplementedError
+        Arrays on a GPU.
+
+    Notes
+    -----
+    Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023), algorithm 1; memory O(N).
+    A masked key cannot matter: finite values behind any mask, and NaN or infinities in keys that no
+    query of a tile sees, change nothing.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash as cf
+    >>> x = np.random.default_rng(0).standard_normal((8, 1000, 64), dtype=np.float32)
+    >>> cf.attention(x, x, x, causal=True).shape
+    (8, 1000, 64)
+    """
+    options = Options(scale, causal, q_offset, window, mask, bias, softcap, alibi_slopes, q_lens,
+                      kv_lens, precision)
+    problem, operands = bind_forward(q, k, v, options, out, out_dtype)
+    results = _run("forward", problem, operands)
+    out = _leading(results.out, q.ndim) if out is None else out
+    return (out, _leading(results.lse, q.ndim - 1)) if return_lse else out
+
+
+def attention_backward(dout, q, k, v, out, lse, *, dlse=None, deterministic=False, grad_dtype=None,
+                       dq=None, dk=None, dv=None, **options):
+    """Gradients of `attention` with respect to q, k, v and bias.
+
+    Parameters
+    ----------
+    dout : ndarray (..., Nq, d_v)
+        Gradient of the result; dtype of `q`, or float32 (float64 for float64).
+    q, k, v : ndarray
+        As in the forward call.
+    out, lse : ndarray (..., Nq, d_v) and (..., Nq)
+        What `attention` returned; `out` in the dtype of `q` or float32. If the keys here are a part
+        of all keys (ring attention), those of the whole: the gradients of the parts then add up.
+    dlse : ndarray (..., Nq), optional
+        Gradient of `lse`, in its dtype.
+    deterministic : bool
+        The CPU path always is: bitwise equal from run to run, whatever the number of threads calls.
+    grad_dtype : dtype, optional
+        Of all gradients: None (each in its operand's dtype) or float32 (float64 for float64).
+    dq, dk, dv : ndarray, optional
+        Buffers of the shapes of q, k, v, apart from all inputs; they are returned.
+    **options
+        Those of the forward call: scale, causal, q_offset, window, mask, bias, softcap,
+        alibi_slopes, q_lens, kv_lens, precision.
+
+    Returns
+    -------
+    Gradients
+        (dq, dk, dv, dbias). 0 for rows that see no key and for keys that no row sees.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `attention`.
+
+    Notes
+    -----
+    Dao et al., "FlashAttention" (2022), appendix B.2: P = exp(S - lse), dP = dO V^T,
+    delta = rowsum(dO * O) - dlse, dS = P * (dP - delta), dQ = scale dS K, dK = scale dS^T Q,
+    dV = P^T dO.
+    """
+    problem, operands = bind_backward(
+        dout, q, k, v, out, lse, Options(**options), dlse=dlse, deterministic=deterministic,
+        grad_dtype=grad_dtype, dq=dq, dk=dk, dv=dv,
+    )
+    results = _run("backward", problem, operands)
+    given = {"dq": dq, "dk": dk, "dv": dv}
+    computed = {name: _leading(getattr(results, name), q.ndim) if x is None else x
+                for name, x in given.items()}
+    bias = options.get("bias")
+    dbias = None if bias is None else _leading(results.dbias, bias.ndim)
+    return Gradients(**computed, dbias=dbias)
+
+
+def attention_vjp(q, k, v, *, return_lse=False, deterministic=False, grad_dtype=None, **options):
+    """`attention` and the function that pulls gradients back through it.
+
+    Parameters
+    ----------
+    q, k, v : ndarray
+        As in `attention`; not to be changed before the pullback is called.
+    return_lse : bool
+        The first result is then ``(out, lse)``, and the pullback takes ``(dout, dlse)``.
+    deterministic, grad_dtype
+        As in `attention_backward`.
+    **options
+        As in `attention`: scale, causal, q_offset, window, mask, bias, softcap, alibi_slopes,
+        q_lens, kv_lens, precision.
+
+    Returns
+    -------
+    out : ndarray (..., Nq, d_v), or (out, lse)
+    pullback : callable
+        ``pullback(dout)`` or ``pullback(dout, dlse)`` returns `Gradients`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `attention`.
+    """
+    out, lse = attention(q, k, v, return_lse=True, **options)
+
+    def pullback(dout, dlse=None):
+        """Gradients for dout (..., Nq, d_v) and dlse (..., Nq)."""
+        return attention_backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic,
+                                  grad_dtype=grad_dtype, **options)
+
+    return ((out, lse) if return_lse else out), pullback
+
+
+def explain(q, k, v, **options):
+    """The plans of the forward and the backward pass for these arguments, as text.
+
+    Parameters
+    ----------
+    q, k, v, **options
+        As in `attention`: scale, causal, q_offset, window, mask, bias, softcap, alibi_slopes,
+        q_lens, kv_lens, precision. Nothing is computed.
+
+    Returns
+    -------
+    str
+        Kernels, tiles, tasks and threads with the reasons, workspace, and inputs that are copied.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `attention`.
+    """
+    problem, _ = bind_forward(q, k, v, Options(**options))
+    plans = (make_plan(direction, problem, device.cpu()) for direction in ("forward", "backward"))
+    return "\n".join(map(str, plans))
+
+
+def _run(direction, problem, operands):
+    """The operands with all results."""
+    plan = make_plan(direction, problem, device.cpu())
+    if os.environ.get("CUPY_FLASH_PRINT_PLAN") == "1":
+        print(plan, file=sys.stderr)
+    from .backends import cpu       # Numba loads with the first call, not with the package
+    return cpu.run(plan, operands)
+
+
+def _leading(x, ndim):
+    """The array without the axes of extent 1 that `bind` put in front."""
+    return x[(0,) * (x.ndim - ndim)]

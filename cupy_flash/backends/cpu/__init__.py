@@ -1,0 +1,58 @@
+"""The CPU backend: NumPy arrays, Numba kernels, the same recurrence as on the GPU."""
+
+import numpy as np
+
+from ...arrays import empty_rows_like
+from . import pool
+from .backward import backward, reduce_chunks
+from .combine import combine
+from .dbias import dbias
+from .forward import forward
+from .params import pack
+
+KERNELS = {kernel.__name__: kernel for kernel in (forward, combine, backward, reduce_chunks, dbias)}
+_SLAB_ALIGNMENT = 64
+
+
+def run(plan, operands):
+    """Run the launches of a plan; returns the operands with every result filled in."""
+    operands = _with_results(plan, operands)
+    buffers = {b.name: np.zeros(b.extent, b.dtype) for b in plan.workspace}
+    for launch in plan.launches:
+        params = pack(plan, launch, operands, buffers)
+        pool.run(KERNELS[launch.entry], params, _slabs(buffers["slab"], launch.threads))
+    return operands
+
+
+def _with_results(plan, operands):
+    """Result arrays that the user did not give; they keep the memory order of q, k, v."""
+    p = plan.problem
+    if plan.direction == "forward":
+        missing = {"lse": np.empty(operands.q.shape[:3], p.accumulator)}
+        if operands.out is None:
+            missing["out"] = empty_rows_like(operands.q, p.d_v, _dtype(p.out_dtype))
+        return operands._replace(**missing)
+    missing = {}
+    for name in ("dq", "dk", "dv"):
+        if getattr(operands, name) is None:
+            like = getattr(operands, name[1])
+            missing[name] = empty_rows_like(like, like.shape[-1], _dtype(p.out_dtype))
+    if p.bias_shape:
+        dtype = operands.bias.dtype if p.out_dtype == p.dtype else _dtype(p.out_dtype)
+        missing["dbias"] = np.zeros(p.bias_shape, dtype)
+    return operands._replace(**missing)
+
+
+def _dtype(name):
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def _slabs(slab, threads):
+    """One aligned piece of the scratch memory per worker."""
+    skip = -slab.__array_interface__["data"][0] % _SLAB_ALIGNMENT // slab.itemsize
+    lanes = _SLAB_ALIGNMENT // slab.itemsize
+    size = (slab.size - lanes) // threads // lanes * lanes
+    return [slab[skip + i * size:skip + (i + 1) * size] for i in range(threads)]

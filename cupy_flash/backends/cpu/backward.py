@@ -1,0 +1,187 @@
+"""The backward kernel: dQ, dK, dV with one writer each, no atomics, a fixed order of sums.
+
+Dao et al., "FlashAttention" (2022), algorithm 4, with the query tiles in the outer loop: a task owns
+a key head (or one of several interleaved chunks of its query tiles), so the gradients of grouped
+heads add up in its accumulators.
+"""
+
+from collections import namedtuple
+
+import numpy as np
+from numba import carray
+
+from .jit import as_pointer, kernel, next_task, tile_function
+from .mask import key_range, open_rows
+from .micro_kernel import matmul
+from .scores import score_tile, through_cap
+from .softmax import softmax_backward
+from .tiles import (
+    carve, load_tile, packed_address, round_tile, store_row, transpose_tile, zero_rows,
+)
+
+# Scratch of one worker. q_t, do_t: [d, query]; S, dP, U: [key, query]; lse, delta: [query].
+Tiles = namedtuple("Tiles", "q q_t do do_t k v S dP U dq o lse delta")
+
+
+@tile_function
+def carve_tiles(slab, p):
+    """All tiles of a worker, and where the rest of the slab starts."""
+    d, d_v, Br, Bc = p.d, p.d_v, p.Br + 6, p.Bc + 6
+    q, end = carve(slab, 0, Br, d)
+    q_t, end = carve(slab, end, d, p.Br)
+    do, end = carve(slab, end, Br, d_v)
+    do_t, end = carve(slab, end, d_v, p.Br)
+    k, end = carve(slab, end, Bc, d)
+    v, end = carve(slab, end, Bc, d_v)
+    S, end = carve(slab, end, Bc, p.Br)
+    dP, end = carve(slab, end, Bc, p.Br)
+    U, end = carve(slab, end, Bc, p.Br)
+    dq, end = carve(slab, end, Br, d)
+    o, end = carve(slab, end, 1, d_v)
+    state, end = carve(slab, end, 3, p.Br)
+    return Tiles(q, q_t, do, do_t, k, v, S, dP, U, dq, o, state[0], state[1]), end
+
+
+@kernel
+def backward(params, slab, tasks):
+    """One worker: takes (key head, chunk) tasks until none is left. slab: its scratch, zeroed."""
+    p = params[0]
+    t, end = carve_tiles(slab, p)
+    count = p.batch * p.heads_k * p.chunks
+    task = next_task(tasks)
+    while task < count:
+        sequence, chunk = task // p.chunks, task % p.chunks
+        b, head_k = sequence // p.heads_k, sequence % p.heads_k
+        dk_acc, dv_acc = accumulators(p, slab[end:], task)
+        zero_rows(dk_acc, 0, dk_acc.shape[0])
+        zero_rows(dv_acc, 0, dv_acc.shape[0])
+        for row0 in range(chunk * p.Br, p.group * p.Nq, p.chunks * p.Br):
+            backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc)
+        if p.chunks == 1:
+            store_keys(p, dk_acc, dv_acc, b, head_k)
+        task = next_task(tasks)
+
+
+@tile_function
+def accumulators(p, own, task):
+    """dK and dV of all keys: in the worker's slab, or in the task's part of the workspace."""
+    lanes = 64 // own.itemsize
+    columns = (p.d + lanes - 1) // lanes + (p.d_v + lanes - 1) // lanes + 2
+    size = (p.Nk + 6) * columns * lanes
+    if p.chunks > 1:
+        own = carray(as_pointer(p.partial + task * size * own.itemsize), (size,), own.dtype)
+    dk_acc, end = carve(own, 0, p.Nk + 6, p.d)
+    dv_acc, end = carve(own, end, p.Nk + 6, p.d_v)
+    return dk_acc, dv_acc
+
+
+@tile_function
+def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
+    """One tile of packed rows: adds to dk_acc and dv_acc, writes its rows of dq."""
+    rows = open_rows(p, b, head_k * p.group, p.group, row0, t.S)
+    load_rows(p, t, rows)
+    t.dq[:] = 0
+    k_base = p.k.address + b * p.k.b + head_k * p.k.h
+    v_base = p.v.address + b * p.v.b + head_k * p.v.h
+    first, last = key_range(rows)
+    for key0 in range(first, last, p.Bc):
+        keys = min(p.Bc, last - key0)
+        load_keys(p, t, k_base, v_base, key0, keys)
+        gradient_tile(p, t, rows, key0, keys)
+        if p.softcap != 0:
+            through_cap(t.dP, t.k, t.q_t, t.U, p, keys, rows.lanes)
+        zero_rows(t.S, keys, keys + 6)             # the surplus rows of a product are real keys here
+        zero_rows(t.dP, keys, keys + 6)
+        round_tile(t.S, keys, rows.lanes, p.round_P)
+        round_tile(t.dP, keys, rows.lanes, p.round_P)
+        matmul(dv_acc[key0:], t.S, t.do, keys, p.d_v, rows.rows, True)     # dV += P^T dO
+        matmul(dk_acc[key0:], t.dP, t.q, keys, p.d, rows.rows, True)       # dK += dS^T Q
+        matmul(t.dq, t.dP.T, t.k, rows.rows, p.d, keys, True)              # dQ += dS K
+    base = p.dq.address + b * p.dq.b + rows.head0 * p.dq.h
+    for r in range(min(p.Br, p.group * p.Nq - row0)):
+        factor = t.dq.dtype.type(p.scale if r < rows.rows else 0)
+        store_row(p.dq, packed_address(p.dq, base, row0 + r, p.group), t.dq[r], p.d, factor)
+
+
+@tile_function
+def load_rows(p, t, rows):
+    """Q, dO and their transposes; lse (+inf for rows that see no key, so that P is 0) and delta.
+
+    Rows that see no key are zeroed: 0 * NaN must not reach dK. delta = rowsum(dO * O) - dlse, from
+    products that are not rounded.
+    """
+    b, row0, n, group = rows.b, rows.row0, rows.rows, rows.group
+    load_tile(t.q, p.q, p.q.address + b * p.q.b + rows.head0 * p.q.h, row0, n, p.d, group)
+    load_tile(t.do, p.dout, p.dout.address + b * p.dout.b + rows.head0 * p.dout.h,
+              row0, n, p.d_v, group)
+    out = p.out.address + b * p.out.b + rows.head0 * p.out.h
+    for r in range(n):
+        t.lse[r] = row_value(p.lse, rows, row0 + r, t.o)
+        if t.lse[r] == -np.inf:
+            t.lse[r] = np.inf
+            t.delta[r] = 0
+            zero_rows(t.q, r, r + 1)
+            zero_rows(t.do, r, r + 1)
+        else:
+            load_tile(t.o, p.out, out, row0 + r, 1, p.d_v, group)
+            t.delta[r] = 0
+            for c in range(p.d_v):
+                t.delta[r] += t.o[0, c] * t.do[r, c]
+            if p.dlse.address != 0:
+                t.delta[r] -= row_value(p.dlse, rows, row0 + r, t.o)
+    round_tile(t.q, n, p.d, p.round_inputs)
+    round_tile(t.do, n, p.d_v, p.round_inputs)
+    transpose_tile(t.q_t, t.q, n, p.d, rows.lanes, t.q.dtype.type(p.scale))
+    transpose_tile(t.do_t, t.do, n, p.d_v, rows.lanes, t.q.dtype.type(1))
+
+
+@tile_function
+def row_value(tensor, rows, row, like):
+    """The packed row's element of lse or dlse, which have the accumulators' type."""
+    base = tensor.address + rows.b * tensor.b + rows.head0 * tensor.h
+    return carray(as_pointer(packed_address(tensor, base, row, rows.group)), (1,), like.dtype)[0]
+
+
+@tile_function
+def load_keys(p, t, k_base, v_base, key0, keys):
+    """K and V of one key tile."""
+    load_tile(t.k, p.k, k_base, key0, keys, p.d, 1)
+    load_tile(t.v, p.v, v_base, key0, keys, p.d_v, 1)
+    round_tile(t.k, keys, p.d, p.round_inputs)
+    round_tile(t.v, keys, p.d_v, p.round_inputs)
+
+
+@tile_function
+def gradient_tile(p, t, rows, key0, keys):
+    """S = P, and dP = P * (dP - delta): the gradient of the scores behind the softcap."""
+    score_tile(t.S, t.k, t.v, t.q_t, p, rows, key0, keys)
+    matmul(t.dP, t.v, t.do_t, keys, rows.lanes, p.d_v, False)              # dP^T = V dO^T
+    softmax_backward(t.S, t.dP, t.lse, t.delta, keys, rows.lanes)
+
+
+@tile_function
+def store_keys(p, dk_acc, dv_acc, b, head_k):
+    """dk = scale dk_acc and dv = dv_acc of one key head."""
+    dk = p.dk.address + b * p.dk.b + head_k * p.dk.h
+    dv = p.dv.address + b * p.dv.b + head_k * p.dv.h
+    for j in range(p.Nk):
+        store_row(p.dk, dk + j * p.dk.n, dk_acc[j], p.d, dk_acc.dtype.type(p.scale))
+        store_row(p.dv, dv + j * p.dv.n, dv_acc[j], p.d_v, dv_acc.dtype.type(1))
+
+
+@kernel
+def reduce_chunks(params, slab, tasks):
+    """dk and dv of a key head from its chunks' accumulators, added in the order of the chunks."""
+    p = params[0]
+    head = next_task(tasks)
+    while head < p.batch * p.heads_k:
+        dk_sum, dv_sum = accumulators(p, slab, head * p.chunks)
+        for chunk in range(1, p.chunks):
+            dk_acc, dv_acc = accumulators(p, slab, head * p.chunks + chunk)
+            for j in range(p.Nk):
+                for c in range(p.d):
+                    dk_sum[j, c] += dk_acc[j, c]
+                for c in range(p.d_v):
+                    dv_sum[j, c] += dv_acc[j, c]
+        store_keys(p, dk_sum, dv_sum, head // p.heads_k, head % p.heads_k)
+        head = next_task(tasks)

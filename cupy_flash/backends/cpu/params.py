@@ -1,0 +1,102 @@
+"""The parameter structs of the CPU kernels, one NumPy structured scalar a launch.
+
+A tensor is its address, its strides in bytes (batch, head, row, column) and its element type; the
+kernels so take any layout without being compiled anew. The rows of a mask or bias are queries, its
+columns keys, and a stride of 0 is a broadcast axis. Address 0: the operand is absent.
+"""
+
+import numpy as np
+
+from .dtypes import BFLOAT16, FLOAT16, KINDS, ROUND_NOT, ROUND_TF32
+
+Tensor = np.dtype([(name, "i8") for name in ("address", "b", "h", "n", "c", "kind")], align=True)
+
+# What both passes must know of the problem, in one place so that they cannot differ.
+_COMMON = [
+    *((name, Tensor) for name in ("q", "k", "v", "out", "lse", "mask", "bias", "slopes")),
+    *((name, "i8") for name in ("q_lens", "kv_lens")),                  # addresses of int32 [batch]
+    *((name, "i8") for name in ("batch", "heads_q", "heads_k", "group", "Nq", "Nk", "d", "d_v")),
+    *((name, "i8") for name in ("aligned", "q_offset", "left", "right")),
+    *((name, "i8") for name in ("Br", "Bc", "round_inputs", "round_P")),
+    *((name, "f8") for name in ("scale", "softcap", "lazy")),           # softcap 0: off
+]
+
+# out_partial, lse_partial: addresses of [splits, batch, heads_q, Nq, (d_v)].
+ForwardParams = np.dtype(
+    [*_COMMON, *((name, "i8") for name in ("splits", "split_keys", "out_partial", "lse_partial"))],
+    align=True,
+)
+# partial: address of [batch, heads_k, chunks, dk and dv tiles]; *_bias: extents of dbias.
+BackwardParams = np.dtype(
+    [*_COMMON, *((name, Tensor) for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")),
+     *((name, "i8") for name in ("chunks", "partial", "Nbias_q", "Nbias_k", "batch_bias", "heads_bias"))],
+    align=True,
+)
+
+
+def pack(plan, launch, operands, buffers):
+    """The struct of one launch as an array of size one."""
+    forward = plan.direction == "forward"
+    values = _common(plan.problem, launch.config, operands)
+    values |= (_forward if forward else _backward)(plan.problem, launch, operands, buffers)
+    dtype = ForwardParams if forward else BackwardParams
+    if set(values) != set(dtype.names):
+        raise KeyError(f"parameters and struct differ: {set(values) ^ set(dtype.names)}")
+    packed = np.zeros(1, dtype)
+    for name, value in values.items():
+        packed[name] = value
+    return packed
+
+
+def _common(problem, config, operands):
+    p, mask = problem, problem.mask
+    return {
+        **{name: _tensor(getattr(operands, name))
+           for name in ("q", "k", "v", "out", "lse", "mask", "bias")},
+        "slopes": _tensor(operands.slopes),
+        "q_lens": _address(operands.q_lens), "kv_lens": _address(operands.kv_lens),
+        "batch": p.batch, "heads_q": p.heads_q, "heads_k": p.heads_k, "group": p.group,
+        "Nq": p.Nq, "Nk": p.Nk, "d": p.d, "d_v": p.d_v,
+        "aligned": mask.q_offset is None, "q_offset": mask.q_offset or 0,
+        "left": mask.left, "right": mask.right,
+        "Br": config.Br, "Bc": config.Bc,
+        "round_inputs": ROUND_TF32 if p.precision == "tf32" else ROUND_NOT,
+        "round_P": _round_P(p, config), "scale": p.scale, "softcap": p.softcap, "lazy": config.lazy,
+    }
+
+
+def _forward(problem, launch, operands, buffers):
+    splits = launch.splits
+    return {
+        "splits": splits, "split_keys": -(-problem.Nk // splits),
+        "out_partial": _address(buffers.get("out_partial")),
+        "lse_partial": _address(buffers.get("lse_partial")),
+    }
+
+
+def _backward(problem, launch, operands, buffers):
+    b, h, n, c = problem.bias_shape or (0, 0, 0, 0)
+    return {
+        **{name: _tensor(getattr(operands, name)) for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")},
+        "chunks": launch.splits, "partial": _address(buffers.get("partial")),
+        "batch_bias": b, "heads_bias": h, "Nbias_q": n, "Nbias_k": c,
+    }
+
+
+def _round_P(problem, config):
+    if problem.precision == "tf32":
+        return ROUND_TF32
+    modes = {"float16": FLOAT16, "bfloat16": BFLOAT16}
+    return modes.get(problem.dtype, ROUND_NOT) if config.round_P else ROUND_NOT
+
+
+def _tensor(array):
+    """The Tensor fields of an array (batch, head, row, column), of its first axes if it has fewer."""
+    if array is None:
+        return (0, 0, 0, 0, 0, 0)
+    strides = (*array.strides, 0, 0)[:4]
+    return (_address(array), *strides, KINDS.get(array.dtype.name, 0))
+
+
+def _address(array):
+    return 0 if array is None else array.__array_interface__["data"][0]

@@ -1,0 +1,63 @@
+"""The recurrence of the online softmax, and the probabilities rebuilt in the backward pass.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3;
+Dao, "FlashAttention-2" (2023), algorithm 1. Rows are lanes: every step is lane-wise.
+"""
+
+import numpy as np
+
+from .elementary import exp
+from .jit import tile_function
+
+
+@tile_function
+def softmax_step(S, m, l, alpha, m_ref, keys, lanes, lazy):
+    """One key tile: S becomes P; m, l move on; True if any alpha is not 1.
+
+    m_new = max(m, rowmax(S)); m_ref = 0 if m_new == -inf else m_new; alpha = exp(m - m_ref);
+    P = exp(S - m_ref); l = alpha l + rowsum(P).
+    The reference is lazy: it moves only when the maximum passes it by `lazy`. The division by l at
+    the end cancels any common reference; P stays below exp(lazy).
+    """
+    for i in range(lanes):
+        m_ref[i] = -np.inf
+    for j in range(keys):
+        for i in range(lanes):
+            m_ref[i] = S[j, i] if S[j, i] > m_ref[i] else m_ref[i]     # a NaN shows up in P
+    moved = False
+    for i in range(lanes):
+        m_new = m_ref[i] if m_ref[i] > m[i] + lazy else m[i]
+        m_ref[i] = 0 if m_new == -np.inf else m_new                   # rows with nothing visible yet
+        alpha[i] = exp(m[i] - m_ref[i])
+        moved = moved or alpha[i] != 1
+        m[i] = m_new
+        l[i] = alpha[i] * l[i]
+    for j in range(keys):
+        for i in range(lanes):
+            p = exp(S[j, i] - m_ref[i])
+            S[j, i] = p
+            l[i] += p
+    return moved
+
+
+@tile_function
+def scale_rows(acc, alpha, rows, columns):
+    """acc = diag(alpha) acc."""
+    for i in range(rows):
+        for c in range(columns):
+            acc[i, c] *= alpha[i]
+
+
+@tile_function
+def softmax_backward(S, dP, lse, delta, keys, lanes):
+    """S becomes P = exp(S - lse), dP becomes dS = P * (dP - delta), 0 wherever S is -inf.
+
+    Dao et al., "FlashAttention" (2022), appendix B.2. The select keeps a NaN of a hidden key out.
+    """
+    for j in range(keys):
+        for i in range(lanes):
+            hidden = S[j, i] == -np.inf
+            p = exp(S[j, i] - lse[i])
+            ds = p * (dP[j, i] - delta[i])
+            S[j, i] = p
+            dP[j, i] = 0 if hidden else ds

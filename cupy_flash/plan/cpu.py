@@ -1,0 +1,124 @@
+"""Plans for the CPU: how many tasks, how they are cut, how much scratch a worker needs."""
+
+from dataclasses import replace
+from math import ceil, log
+
+from .types import Buffer, Launch, Plan
+
+VECTOR_BYTES = 64
+MICRO_ROWS = 6
+SPLIT_KEYS = 1024       # a split below this costs more in merging than a second thread brings
+SMALL_FLOPS = 2e6       # below, waking a thread takes longer than the work
+
+
+def tile_elements(rows, columns, itemsize):
+    """Elements of a tile in a worker's slab; `carve` of the CPU backend cuts it out so."""
+    lanes = VECTOR_BYTES // itemsize
+    return rows * (ceil(columns / lanes) * lanes + lanes)
+
+
+def shares(tasks, threads, most):
+    """Smallest number of equal parts of each task that keeps the threads at least 90 % busy."""
+    for parts in range(1, most + 1):
+        units = tasks * parts / threads
+        if units >= 0.9 * ceil(units):
+            return parts
+    return most
+
+
+def plan_forward(problem, device, config):
+    """One launch of `forward`; `combine` after it if the keys were split."""
+    config = _fit(problem, config)
+    tiles = ceil(problem.group * problem.Nq / config.Br)
+    tasks = problem.batch * problem.heads_k * tiles
+    if tasks == 0:
+        return Plan("forward", problem, device, (), ())
+    threads = _threads(problem, device, 4)
+    splits = 1
+    if threads > 1 and tasks < 4 * threads:
+        splits = shares(tasks, threads, max(1, problem.Nk // SPLIT_KEYS))
+    reason = "one task per tile of query rows"
+    if splits > 1:
+        reason = f"{tasks} tiles of query rows do not fill the threads, so {splits} splits of the keys"
+    launches = [Launch("forward", config, tasks * splits, min(threads, tasks * splits), splits, reason)]
+    workspace = [_slab(launches[0].threads, forward_slab(problem, config), problem)]
+    if splits > 1:
+        rows = splits * problem.batch * problem.heads_q * problem.Nq
+        workspace += [Buffer("out_partial", rows * problem.d_v, problem.accumulator),
+                      Buffer("lse_partial", rows, problem.accumulator)]
+        launches.append(Launch("combine", config, problem.batch * problem.heads_q * problem.Nq, 1,
+                               splits, "adds the splits up, in their order"))
+    return Plan("forward", problem, device, tuple(launches), tuple(workspace))
+
+
+def plan_backward(problem, device, config):
+    """`backward`, `reduce_chunks` if key heads were divided, `dbias` if there is a bias."""
+    config = _fit(problem, config)
+    heads = problem.batch * problem.heads_k
+    if heads == 0:
+        return Plan("backward", problem, device, (), ())
+    threads = _threads(problem, device, 10)
+    tiles = ceil(problem.group * problem.Nq / config.Br)
+    chunks = shares(heads, threads, max(1, tiles)) if threads > 1 else 1
+    reason = "one task per key head"
+    if chunks > 1:
+        reason = f"{heads} key heads do not fill the threads, so {chunks} chunks of their query rows"
+    threads = min(threads, heads * chunks)
+    launches = [Launch("backward", config, heads * chunks, threads, chunks, reason)]
+    keys = tile_elements(problem.Nk + MICRO_ROWS, problem.d, _itemsize(problem)) + tile_elements(
+        problem.Nk + MICRO_ROWS, problem.d_v, _itemsize(problem))
+    slab = backward_slab(problem, config)
+    workspace = [_slab(threads, slab + (keys if chunks == 1 else 0), problem)]
+    if chunks > 1:
+        workspace.append(Buffer("partial", heads * chunks * keys, problem.accumulator))
+        launches.append(Launch("reduce_chunks", config, heads, min(threads, heads), chunks,
+                               "adds the chunks up, in their order"))
+    if problem.bias_shape and 0 not in problem.bias_shape:
+        b, h, n, c = problem.bias_shape
+        tasks = b * h * ceil(n / config.Br) * ceil(c / config.Bc)
+        launches.append(Launch("dbias", config, tasks, min(threads, tasks), chunks,
+                               "one task per tile of dbias, which walks all that was broadcast"))
+    return Plan("backward", problem, device, tuple(launches), tuple(workspace))
+
+
+def forward_slab(problem, config):
+    """Elements of scratch of a forward worker, tile for tile as `forward_tile` carves them."""
+    p, Br, Bc = problem, config.Br, config.Bc + MICRO_ROWS
+    tiles = [(Bc, p.d), (Bc, p.d_v), (Bc, Br), (p.d, Br), (Br + MICRO_ROWS, max(p.d, p.d_v)), (4, Br)]
+    return sum(tile_elements(*tile, _itemsize(p)) for tile in tiles)
+
+
+def backward_slab(problem, config):
+    """Elements of scratch of a backward worker, tile for tile as `carve_tiles` carves them."""
+    p, Br, Bc = problem, config.Br + MICRO_ROWS, config.Bc + MICRO_ROWS
+    tiles = [(Br, p.d), (p.d, config.Br), (Br, p.d_v), (p.d_v, config.Br), (Bc, p.d), (Bc, p.d_v),
+             (Bc, config.Br), (Bc, config.Br), (Bc, config.Br), (Br, p.d), (1, p.d_v), (3, config.Br)]
+    if p.bias_shape:
+        tiles.append((config.Bc, config.Br))
+    return sum(tile_elements(*tile, _itemsize(p)) for tile in tiles)
+
+
+def _fit(problem, config):
+    """Tiles no larger than the problem, and the threshold of the lazy reference."""
+    lanes = VECTOR_BYTES // _itemsize(problem)
+    rows = max(1, ceil(problem.group * problem.Nq / lanes)) * lanes
+    lazy = log(2) * (30 if problem.accumulator == "float64" else 8) if config.lazy is None else config.lazy
+    return replace(config, Br=min(config.Br, rows), lazy=lazy)
+
+
+def _threads(problem, device, flops_per_product):
+    """All threads, or one if the work is not worth waking them."""
+    p = problem
+    flops = flops_per_product * p.batch * p.heads_q * p.Nq * p.Nk * max(p.d, p.d_v)
+    return device.threads if flops >= SMALL_FLOPS else 1
+
+
+def _slab(threads, elements, problem):
+    # One vector to spare per worker: slabs start on 64-byte borders.
+    lanes = VECTOR_BYTES // _itemsize(problem)
+    elements = ceil(elements / lanes) * lanes
+    return Buffer("slab", threads * elements + lanes, problem.accumulator)
+
+
+def _itemsize(problem):
+    return 8 if problem.accumulator == "float64" else 4
