@@ -11,8 +11,10 @@ them: it builds its own mask, keeps the whole (Nq, Nk) matrices and never tiles.
 
 `attention` and `attention_backward` compute that in `compute_dtype`. `baseline` and
 `baseline_backward` compute the same as a plain program in the arrays' own dtype would: scores,
-softmax and sums in the accumulator dtype, P and dS rounded once before their products. The
-error of these two is the yardstick for every other path.
+softmax and sums in the accumulator dtype, P and dS rounded once before their products. Its
+backward knows of the softmax what an interface with `lse` keeps, so its P is ``exp(S - lse)`` and
+carries the rounding of `lse`: at scores of 200 that alone is 100 units of P. The error of these
+two is the yardstick for every other path.
 
 The options are those of `cupy_flash.attention`, with the same meaning and the same defaults.
 """
@@ -31,7 +33,7 @@ def attention(q, k, v, *, compute_dtype=np.float64, **options):
 def attention_backward(dout, q, k, v, *, dlse=None, compute_dtype=np.float64, **options):
     """Return `(dq, dk, dv, dbias)` in `compute_dtype`; `dbias` is None without `bias`."""
     f = _forward(q, k, v, np.dtype(compute_dtype), _unrounded, **options)
-    return _backward(f, dout, dlse, q, k, v, options.get("bias"), _unrounded)
+    return _backward(f, f.P, dout, dlse, q, k, v, options.get("bias"), _unrounded)
 
 
 def baseline(q, k, v, *, precision=None, **options):
@@ -47,7 +49,9 @@ def baseline_backward(dout, q, k, v, *, dlse=None, precision=None, **options):
     """Return `(dq, dk, dv, dbias)` of a plain program in the dtype of `q`."""
     rounded = _rounding(q.dtype, precision)
     f = _forward(q, k, v, _accumulator(q.dtype), rounded, **options)
-    return _backward(f, dout, dlse, q, k, v, options.get("bias"), rounded)
+    with np.errstate(invalid="ignore"):
+        P = np.where(np.isneginf(f.S), 0, np.exp(f.S - f.lse[..., None]))
+    return _backward(f, P, dout, dlse, q, k, v, options.get("bias"), rounded)
 
 
 class _Forward(NamedTuple):
@@ -59,6 +63,7 @@ class _Forward(NamedTuple):
     visible: np.ndarray
     scale: float
     cap_slope: object
+    S: np.ndarray
     P: np.ndarray
     lse: np.ndarray
     out: np.ndarray
@@ -114,12 +119,12 @@ def _forward(q, k, v, dtype, rounded, *, scale=None, causal=False, q_offset=None
         P = P / np.where(l == 0, 1, l)
         lse = (m_ref + np.log(l))[..., 0]
         out = rounded(P) @ rounded(v)
-    return _Forward(q, k, v, visible, scale, cap_slope, P, lse, out)
+    return _Forward(q, k, v, visible, scale, cap_slope, S, P, lse, out)
 
 
-def _backward(f, dout, dlse, q, k, v, bias, rounded):
+def _backward(f, P, dout, dlse, q, k, v, bias, rounded):
     """The gradients in the shapes of the user's `q`, `k`, `v` and `bias`."""
-    dtype = f.P.dtype
+    dtype = P.dtype
     dout = np.where(f.visible.any(3)[..., None], _four_axes(dout).astype(dtype), 0)
     dlse = 0 if dlse is None else np.asarray(dlse).astype(dtype).reshape(f.lse.shape)[..., None]
 
@@ -129,11 +134,11 @@ def _backward(f, dout, dlse, q, k, v, bias, rounded):
     with np.errstate(invalid="ignore", over="ignore"):
         dP = hidden_zero(rounded(dout) @ rounded(f.v).swapaxes(2, 3))
         delta = (f.P * dP).sum(axis=3, keepdims=True)
-        dA = hidden_zero(f.P * (dP - delta + dlse))
+        dA = hidden_zero(P * (dP - delta + dlse))
         dS = rounded(hidden_zero(dA * f.cap_slope))
         dq = f.scale * (dS @ rounded(f.k))
         dk = f.scale * (dS.swapaxes(2, 3) @ rounded(f.q))
-        dv = rounded(f.P).swapaxes(2, 3) @ rounded(dout)
+        dv = rounded(P).swapaxes(2, 3) @ rounded(dout)
     dbias = None if bias is None else _sum_to(dA, bias.shape)
     return dq.reshape(q.shape), _sum_group(dk, k.shape), _sum_group(dv, v.shape), dbias
 

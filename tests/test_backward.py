@@ -13,7 +13,11 @@ LENGTHS = (1, 2, 3, 5, 6, 7, 15, 16, 17, 47, 48, 49, 63, 64, 65, 95, 96, 97, 128
 
 
 def gradients(backend, x, *, use_dlse=True, wide_out=False, **more):
-    """Forward and backward on the backend; a dict of NumPy arrays."""
+    """Forward and backward on the backend; a dict of NumPy arrays.
+
+    `wide_out` keeps `out` in the accumulator dtype in between. A gradient that is to be judged in
+    float32 units needs that: delta = rowsum(dO * O) of a 16-bit O is off by units of 16 bits.
+    """
     y = backend.move(x)
     out_dtype = np.float64 if x.q.dtype == np.float64 else np.float32
     out, lse = cf.attention(y.q, y.k, y.v, return_lse=True, **y.options,
@@ -37,7 +41,7 @@ def assert_same_gradients(name, got, want):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_table(backend, case):
     x = inputs(case)
-    g = gradients(backend, x)
+    g = gradients(backend, x, wide_out=case.bias_dtype is not None)
     assert tuple(g) == GRADIENTS
     assert g["dq"].dtype == g["dk"].dtype == g["dv"].dtype == x.q.dtype
     if case.bias is not None:
@@ -86,9 +90,10 @@ def test_grad_dtype(backend, dtype):
     case = Case("grad-dtype", Hq=4, Hk=2, causal=True, dtype=dtype, bias="1hqk", data="mean1")
     x = inputs(case)
     accumulator = np.dtype(np.float64 if dtype == "float64" else np.float32)
-    narrow = gradients(backend, x, deterministic=True)
-    same = gradients(backend, x, deterministic=True, grad_dtype=x.q.dtype)
-    wide = gradients(backend, x, deterministic=True, grad_dtype=accumulator)
+    narrow, same, wide = (
+        gradients(backend, x, deterministic=True, wide_out=True, grad_dtype=grad_dtype)
+        for grad_dtype in (None, x.q.dtype, accumulator)
+    )
     assert {array.dtype for array in wide.values()} == {accumulator}
     assert_same_gradients(case.id, same, narrow)
     judge(case.id, wide, *answers(case))
@@ -98,10 +103,10 @@ def test_grad_dtype(backend, dtype):
 
 def test_grad_dtype_holds_for_dbias_too(backend):
     case = Case("dbias-dtype", dtype="bfloat16", bias="1hqk", bias_dtype="float32")
-    assert gradients(backend, inputs(case))["dbias"].dtype == np.float32
-    g = gradients(backend, inputs(case), grad_dtype=DTYPES["bfloat16"])
-    assert g["dbias"].dtype == DTYPES["bfloat16"]
-    judge(case.id, g, *answers(case))
+    for grad_dtype in (None, DTYPES["bfloat16"], np.dtype(np.float32)):
+        g = gradients(backend, inputs(case), wide_out=True, grad_dtype=grad_dtype)
+        assert g["dbias"].dtype == (grad_dtype or np.float32)
+        judge(case.id, g, *answers(case))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

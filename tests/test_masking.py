@@ -168,7 +168,7 @@ def test_a_row_that_sees_no_key(backend, how, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_whose_bias_is_minus_infinity(backend, dtype):
     x = inputs(Case("bias-rows", dtype=dtype, **SIZES))
-    bias = np.zeros((120, 203), np.float32)
+    bias = np.zeros((120, 203), DTYPES[dtype])
     bias[[0, 50, 119]] = -np.inf
     bias[:, 20] = -np.inf
     x.options["bias"] = bias
