@@ -6,9 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # Where nvidia-smi answers, the CuPy that fits the driver's CUDA version is installed as well.
-CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version: *\([0-9]*\).*/\1/p' | head -n 1)
-CUDA_EXTRA := $(if $(CUDA_MAJOR),$(if $(filter-out 0 1 2 3 4 5 6 7 8 9 10 11 12,$(CUDA_MAJOR)),$(comma)cuda13x,$(if $(filter 12,$(CUDA_MAJOR)),$(comma)cuda12x)))
 comma := ,
+CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version: *\([0-9]*\).*/\1/p' | head -n 1)
+CUDA_EXTRA := $(if $(filter 12,$(CUDA_MAJOR)),$(comma)cuda12x)$(if $(filter 13 14,$(CUDA_MAJOR)),$(comma)cuda13x)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -34,11 +34,12 @@ $(VENV)/demo.done: EXTRAS := examples
 $(VENV)/test.done: EXTRAS := test
 $(VENV)/docs.done: EXTRAS := docs
 $(VENV)/%.done: setup.cfg pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)$(CUDA_EXTRA)]"
-	touch $@
+	@echo "Installing into $(VENV) what '$(EXTRAS)$(CUDA_EXTRA)' in setup.cfg asks for"
+	@$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)$(CUDA_EXTRA)]"
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "$(PYTHON) is missing or older than 3.11; name another one: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
-	    { echo "On Debian and Ubuntu, 'apt install python3-venv' brings what is missing."; exit 1; }
+	    { rm -rf $(VENV); echo "On Debian and Ubuntu, 'apt install python3-venv' brings what is missing."; exit 1; }

@@ -11,7 +11,7 @@ import sys
 COMMANDS = {
     "demo": "recognise handwritten digits by attention, beside plain NumPy (needs [examples])",
     "info": "print versions, devices, caches and threads: the text to put into a report",
-    "selftest": "compare some dozens of small cases with a float64 reference on every device",
+    "selftest": "compare some dozens of small cases with a slow, exact reference on every device",
     "warmup": "compile the kernels now, so that no later call waits for it",
 }
 

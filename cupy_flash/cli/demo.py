@@ -1,6 +1,5 @@
 """``python -m cupy_flash demo``: recognise handwritten digits by attention alone."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import cupy_flash as cf
 from cupy_flash.cli import devices, digits
 from cupy_flash.cli.progress import Progress
+from cupy_flash.device import cpu
 
 INTRODUCTION = """\
 cupy_flash demo: reading handwritten digits
@@ -83,7 +83,7 @@ def split(images, labels):
 
 def _choose_device(cpu_only):
     """The first usable CUDA device or the CPU, and a remark on the choice."""
-    threads = f"{len(os.sched_getaffinity(0))} cores"
+    threads = str(cpu()).split(", ")[1]
     if cpu_only:
         return devices.CpuDevice(), threads
     usable, reason = devices.cuda_devices()

@@ -72,11 +72,15 @@ def cuda_devices():
     return usable, reason
 
 
-def seconds(device, function, repeats=5):
-    """Return the shortest of several times of `function()`, after one call that does not count."""
+def seconds(device, function, least=5, budget=0.5):
+    """Return the shortest of several times of `function()`, after one call that does not count.
+
+    Calls are repeated `least` times, and on until `budget` seconds are spent: on a busy machine the
+    shortest of many is fair to those who suffer most from being interrupted.
+    """
     function()
     times = []
-    for _ in range(repeats):
+    while len(times) < least or sum(times) < budget:
         device.synchronize()
         start = time.perf_counter()
         function()

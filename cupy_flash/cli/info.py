@@ -7,6 +7,7 @@ from pathlib import Path
 
 import cupy_flash as cf
 from cupy_flash.backends.cuda import probe, source
+from cupy_flash.device import cpu
 
 _PACKAGES = ("numpy", "numba", "llvmlite", "ml_dtypes")
 
@@ -54,7 +55,7 @@ def _cpu():
 
     cache = jit.cache_folder()
     return {"processor": _processor(),
-            "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
+            "threads": f"{cpu().threads} used, of {os.cpu_count()} processors",
             "kernel cache": f"{cache} ({_size(cache)})"}
 
 

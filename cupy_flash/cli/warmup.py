@@ -1,5 +1,6 @@
 """``python -m cupy_flash warmup``: compile the kernels before anybody waits for them."""
 
+import argparse
 import sys
 import time
 
@@ -12,7 +13,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 def add_arguments(parser):
     """Add the options of the command."""
-    parser.add_argument("dtypes", nargs="*", metavar="dtype", choices=[*DTYPES, []],
+    parser.add_argument("dtypes", nargs="*", metavar="dtype", type=_known,
                         help=f"any of {', '.join(DTYPES)}; without one, float32 and float64")
     parser.add_argument("--forward", action="store_true", help="leave backward out")
 
@@ -32,7 +33,7 @@ def run(arguments) -> int:
 
 
 def compile_for(dtype, *, backward):
-    """Call every kernel of a dtype once, on arrays of one element.
+    """Call the functions so that every kernel of a dtype runs once.
 
     Parameters
     ----------
@@ -40,13 +41,22 @@ def compile_for(dtype, *, backward):
     backward : bool
         Whether the kernels of backward are wanted too.
     """
-    x = np.ones((1, 1, 1, 1), dtype)
-    bias = np.zeros((1, 1, 1, 1), dtype)
+    # One query on many keys: where there are several threads, they share the keys, and a second
+    # kernel merges their results.
+    q, k = np.ones((1, 16), dtype), np.ones((2**15, 16), dtype)
+    cf.attention(q, k, k)
     if backward:
-        out, pullback = cf.attention_vjp(x, x, x, bias=bias)
+        # One head with many queries: several threads share it, and a kernel adds up their parts.
+        x = np.ones((512, 16), dtype)
+        out, pullback = cf.attention_vjp(x, x, x, bias=np.zeros((512, 1), dtype))
         pullback(out)
-    else:
-        cf.attention(x, x, x, bias=bias)
+
+
+def _known(name):
+    """The name itself, if it is one of a dtype."""
+    if name not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(DTYPES)}")
+    return name
 
 
 def _dtype(name):

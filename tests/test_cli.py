@@ -1,0 +1,229 @@
+"""The command line, on this machine and on machines that are only pretended."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import cupy_flash as cf
+from cupy_flash.backends.cuda import probe
+from cupy_flash.cli import COMMANDS, devices, main, selftest
+from cupy_flash.cli.progress import Progress
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def without_cupy(monkeypatch):
+    """`import cupy` fails as where it is not installed."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+
+
+def pretend_cupy(monkeypatch, *, available=True):
+    """`import cupy` gives a module that knows one device, and no driver where there is none."""
+    def driver_version():
+        if not available:
+            raise RuntimeError("cudaErrorInsufficientDriver")
+        return 13010
+
+    properties = {"name": b"Imaginary 1", "major": 9, "minor": 0, "totalGlobalMem": 80 * 2**30}
+    runtime = SimpleNamespace(
+        runtimeGetVersion=lambda: 13000, driverGetVersion=driver_version,
+        getDeviceCount=lambda: 1, getDeviceProperties=lambda number: properties)
+    nvrtc = SimpleNamespace(getVersion=lambda: (13, 0))
+    cupy = SimpleNamespace(__version__="14.2.0", is_available=lambda: available,
+                           cuda=SimpleNamespace(runtime=runtime, nvrtc=nvrtc))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+
+
+class PretendedGpu(devices.CpuDevice):
+    """A device whose arrays are marked, and whose results are a little off if asked for."""
+
+    name = "0: Imaginary 1"
+
+    def __init__(self, error=0.0):
+        self.error, self.arrays_seen = error, 0
+
+    def asarray(self, x):
+        self.arrays_seen += 1
+        return np.asarray(x)
+
+    def asnumpy(self, x):
+        return x + np.asarray(self.error, x.dtype)
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"\n    {name} " in text for name in COMMANDS)
+    for name in COMMANDS:
+        assert (ROOT / "cupy_flash" / "cli" / f"{name}.py").is_file()
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["info", "--dance"], ["warmup", "int8"]],
+                         ids=" ".join)
+def test_what_is_unknown_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert "usage: python -m cupy_flash" in capsys.readouterr().err
+
+
+def test_info_without_cupy(monkeypatch, capsys):
+    without_cupy(monkeypatch)
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    for part in (cf.__version__, np.__version__, "threads", "kernel cache", "digest",
+                 "CuPy is not installed", "cupy-flash[cuda13x]"):
+        assert part in text
+
+
+def test_info_with_a_gpu(monkeypatch, capsys):
+    pretend_cupy(monkeypatch)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(ROOT / "no such folder"))
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    for part in ("Imaginary 1, sm_90, 80 GiB", "14.2.0", "13.0", "13.1", "no such folder (empty)"):
+        assert part in text
+    assert "pip install" not in text
+
+
+def test_info_with_cupy_and_no_driver(monkeypatch, capsys):
+    pretend_cupy(monkeypatch, available=False)
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert "finds no CUDA device" in text and "not available (RuntimeError)" in text
+
+
+def test_info_as_a_program():
+    result = subprocess.run([sys.executable, "-m", "cupy_flash", "info"], cwd=ROOT, text=True,
+                            capture_output=True)
+    assert result.returncode == 0 and result.stderr == ""
+    assert result.stdout.startswith("Versions\n")
+
+
+def test_selftest_is_content(monkeypatch, capsys):
+    without_cupy(monkeypatch)
+    assert main(["selftest", "--verbose"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("  ok    ") >= 36 and text.endswith("all is well\n")
+    assert "no GPU is tested: CuPy is not installed" in text
+
+
+@pytest.mark.parametrize("result", ["out", "lse", "dq", "dk", "dv", "dbias"])
+def test_selftest_sees_a_wrong_result(result, monkeypatch, capsys):
+    right = cf.attention_vjp
+
+    def wrong(*arrays, **options):
+        (out, lse), pullback = right(*arrays, **options)
+        made = {"out": out, "lse": lse}
+
+        def wrong_pullback(dout, dlse):
+            grads = pullback(dout, dlse)._asdict()
+            if grads.get(result) is not None:
+                grads[result] = grads[result] * grads[result].dtype.type(1.1)
+            return cf.Gradients(**grads)
+
+        if result in made:
+            made[result] = made[result] * made[result].dtype.type(1.1)
+        return tuple(made.values()), wrong_pullback
+
+    monkeypatch.setattr(cf, "attention_vjp", wrong)
+    assert main(["selftest", "--cpu"]) == 1
+    text = capsys.readouterr().out
+    assert f": {result} is off by" in text and "FAILED" in text
+
+
+def test_selftest_sees_misplaced_infinities(monkeypatch, capsys):
+    case = selftest.cases()[0]
+    results, bounds, faults = selftest.check(devices.CpuDevice(), case)
+    assert faults == [] and set(results) == set(bounds) == {"out", "lse", "dq", "dk", "dv"}
+    lse = results["lse"].copy()
+    lse.flat[0] = -np.inf
+    (fault,) = selftest._fault(case, "lse", results["lse"], lse, bounds["lse"])
+    assert "infinities" in fault
+    (fault,) = selftest._fault(case, "lse", lse, results["lse"], bounds["lse"])
+    assert "is off by inf" in fault
+    (fault,) = selftest._fault(case, "out", results["out"][:1], results["out"], bounds["out"])
+    assert "has shape" in fault
+
+
+def test_selftest_compares_a_gpu_with_the_cpu(monkeypatch, capsys):
+    gpu = PretendedGpu()
+    monkeypatch.setattr(devices, "cuda_devices", lambda: ([gpu], None))
+    assert main(["selftest"]) == 0
+    assert gpu.arrays_seen > 100 and "0: Imaginary 1: 48 of 48 right" in capsys.readouterr().out
+    gpu.error = 0.5
+    assert main(["selftest"]) == 1
+    assert "out beside the CPU's is off by 5.0e-01" in capsys.readouterr().out
+
+
+def test_a_gpu_that_is_not_supported_is_left_out(monkeypatch):
+    pretend_cupy(monkeypatch)
+    gpu = PretendedGpu()
+    monkeypatch.setattr(probe, "cuda_devices", lambda: [gpu])
+
+    def not_yet(*_):
+        raise NotImplementedError("CuPy arrays are not supported")
+
+    monkeypatch.setattr(cf, "attention", not_yet)
+    assert devices.cuda_devices() == ([], "0: Imaginary 1: CuPy arrays are not supported")
+    monkeypatch.setattr(cf, "attention", lambda *_: None)
+    assert devices.cuda_devices() == ([gpu], None)
+
+
+def test_warmup_compiles_every_kernel():
+    code = ("from cupy_flash.cli import main\nmain(['warmup', 'float32'])\n"
+            "from cupy_flash.backends.cpu import KERNELS\n"
+            "print(*(name for name, kernel in KERNELS.items() if not kernel.signatures))")
+    # Kernels that share work among threads run only where there are some.
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "2"}
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True,
+                            capture_output=True)
+    assert result.returncode == 0, result.stderr
+    ready, unused = result.stdout.splitlines()
+    assert ready.startswith("float32: ready after ") and unused == ""
+
+
+def test_warmup_without_ml_dtypes(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert main(["warmup", "bfloat16"]) == 2
+    assert "cupy-flash[bf16]" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    """A stream that calls itself a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_progress_is_silent_for_short_work():
+    terminal = Terminal()
+    with Progress(3, "work", stream=terminal) as progress:
+        for _ in range(3):
+            progress.step()
+    assert terminal.getvalue() == ""
+
+
+def test_progress_is_silent_without_a_terminal():
+    log = io.StringIO()
+    with Progress(3, "work", stream=log, delay=0) as progress:
+        progress.step()
+    assert log.getvalue() == ""
+
+
+def test_progress_draws_and_wipes_a_bar():
+    terminal = Terminal()
+    with Progress(4, "work", stream=terminal, delay=0) as progress:
+        progress.step()
+        assert terminal.getvalue().endswith("work [#######.......................] 1/4")
+        progress.step()
+        assert terminal.getvalue().endswith("work [###############...............] 2/4")
+    assert terminal.getvalue().endswith("\r\033[K")
