@@ -72,6 +72,8 @@ def bind_backward(dout, q, k, v, out, lse, options, *, dlse=None, deterministic=
     grad = None if grad_dtype is None else _result_dtype("grad_dtype", grad_dtype, problem)
     problem = replace(problem, out_dtype=(grad or arrays["q"].dtype).name,
                        has_dlse=dlse is not None)
+    if grad is not None and problem.bias_shape:
+        problem = replace(problem, dbias_dtype=grad.name)
     for name, buffer in buffers.items():
         if buffer is not None:
             like = arrays[name[1]]
@@ -121,6 +123,7 @@ def _bind_common(arrays, options):
         **extents, dtype=q.dtype.name, out_dtype=q.dtype.name,
         precision=_precision(options.precision, q.dtype), scale=_scale(options.scale, q.shape[-1]),
         softcap=_softcap(options.softcap), mask=_mask(options), bias_shape=bias_shape,
+        dbias_dtype=None if bias is None else bias.dtype.name,
         has_mask=mask is not None, has_alibi=slopes is not None, copied=copied,
         **{f"has_{name}": x is not None for name, x in lens.items()},
     )

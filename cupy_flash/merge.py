@@ -43,8 +43,8 @@ def merge(outs, lses):
     for out, lse in zip(outs, lses, strict=True):
         weight = np.exp(lse - m_ref)
         l += weight
-        part = weight[..., None] * out.astype(accumulator, copy=False)
-        total += np.where(np.isneginf(lse)[..., None], 0, part)
+        seen = np.where(np.isneginf(lse)[..., None], 0, out.astype(accumulator, copy=False))
+        total += weight[..., None] * seen
     with np.errstate(divide="ignore"):
         lse = m_ref + np.log(l)
     total /= np.where(l == 0, 1, l)[..., None]

@@ -45,6 +45,8 @@ class Problem:
         Visibility by position.
     bias_shape : tuple of int or None
         Shape of the bias as four axes, 1 where it is broadcast.
+    dbias_dtype : str or None
+        Name of the element type of dbias.
     has_mask, has_alibi, has_q_lens, has_kv_lens, has_dlse : bool
         Which optional arrays are given.
     copied : tuple of str
@@ -65,6 +67,7 @@ class Problem:
     softcap: float
     mask: Mask
     bias_shape: tuple[int, int, int, int] | None = None
+    dbias_dtype: str | None = None
     has_mask: bool = False
     has_alibi: bool = False
     has_q_lens: bool = False

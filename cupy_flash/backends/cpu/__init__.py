@@ -38,8 +38,7 @@ def _with_results(plan, operands):
             like = getattr(operands, name[1])
             missing[name] = empty_rows_like(like, like.shape[-1], _dtype(p.out_dtype))
     if p.bias_shape:
-        dtype = operands.bias.dtype if p.out_dtype == p.dtype else _dtype(p.out_dtype)
-        missing["dbias"] = np.zeros(p.bias_shape, dtype)
+        missing["dbias"] = np.zeros(p.bias_shape, _dtype(p.dbias_dtype))
     return operands._replace(**missing)
 
 

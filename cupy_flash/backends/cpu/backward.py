@@ -107,13 +107,15 @@ def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
 def load_rows(p, t, rows):
     """Q, dO and their transposes; lse (+inf for rows that see no key, so that P is 0) and delta.
 
-    Rows that see no key are zeroed: 0 * NaN must not reach dK. delta = rowsum(dO * O) - dlse, from
-    products that are not rounded.
+    Rows that see no key are zeroed: 0 * NaN must not reach dK. delta = rowsum(dO * O) - dlse, with
+    the dO of the products: a rounding of dO shifts all dP of a row, and cancels in dP - delta.
     """
     b, row0, n, group = rows.b, rows.row0, rows.rows, rows.group
     load_tile(t.q, p.q, p.q.address + b * p.q.b + rows.head0 * p.q.h, row0, n, p.d, group)
     load_tile(t.do, p.dout, p.dout.address + b * p.dout.b + rows.head0 * p.dout.h,
               row0, n, p.d_v, group)
+    round_tile(t.q, n, p.d, p.round_inputs)
+    round_tile(t.do, n, p.d_v, p.round_inputs)
     out = p.out.address + b * p.out.b + rows.head0 * p.out.h
     for r in range(n):
         t.lse[r] = row_value(p.lse, rows, row0 + r, t.o)
@@ -125,12 +127,13 @@ def load_rows(p, t, rows):
         else:
             load_tile(t.o, p.out, out, row0 + r, 1, p.d_v, group)
             t.delta[r] = 0
-            for c in range(p.d_v):
-                t.delta[r] += t.o[0, c] * t.do[r, c]
+            for c0 in range(0, p.d_v, 16):         # in short chains, as the micro-kernel does
+                part = t.o.dtype.type(0)
+                for c in range(c0, min(c0 + 16, p.d_v)):
+                    part += t.o[0, c] * t.do[r, c]
+                t.delta[r] += part
             if p.dlse.address != 0:
                 t.delta[r] -= row_value(p.dlse, rows, row0 + r, t.o)
-    round_tile(t.q, n, p.d, p.round_inputs)
-    round_tile(t.do, n, p.d_v, p.round_inputs)
     transpose_tile(t.q_t, t.q, n, p.d, rows.lanes, t.q.dtype.type(p.scale))
     transpose_tile(t.do_t, t.do, n, p.d_v, rows.lanes, t.q.dtype.type(1))
 

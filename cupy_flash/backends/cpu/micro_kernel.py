@@ -18,6 +18,9 @@ from .jit import tile_function
 # registers together with the operands. Measured: 99 % of the FMA peak on Zen 4, 94 to 99 % on Zen 3.
 VECTOR_BYTES = 64
 MICRO_ROWS = 6
+# Terms that are added in one chain before the sum moves to a total: a chain over d = 256 would have
+# five times the rounding error of a BLAS product.
+CHAIN = 32
 
 
 @intrinsic
@@ -57,20 +60,29 @@ def _micro_kernel(typingctx, c, a, b, i, j, depth, accumulate):
         a_rows = [at(A.data, builder.mul(r, a_row), scalar) for r in rows]
         c_rows = [at(C.data, builder.add(builder.mul(r, c_row), column), vector) for r in rows]
         zero = ir.Constant(vector, None)
-        acc = [cgutils.alloca_once_value(builder, zero) for _ in rows]     # SROA makes registers of them
-        with cgutils.for_range(builder, depth) as loop:
-            b_offset = builder.add(builder.mul(loop.index, b_row), column)
-            b_vector = builder.load(at(B.data, b_offset, vector), align=bits // 8)
-            a_offset = builder.mul(loop.index, a_col)
-            for a_pointer, c_acc in zip(a_rows, acc, strict=True):
-                a_vector = broadcast(builder.load(at(a_pointer, a_offset, scalar)))
-                builder.store(builder.call(fma, [a_vector, b_vector, builder.load(c_acc)]), c_acc)
+        # SROA makes registers of these.
+        total = [cgutils.alloca_once_value(builder, zero) for _ in rows]
+        acc = [cgutils.alloca_once_value(builder, zero) for _ in rows]
         with builder.if_then(accumulate):
-            for c_pointer, c_acc in zip(c_rows, acc, strict=True):
-                old = builder.load(c_pointer, align=bits // 8)
-                builder.store(builder.fadd(builder.load(c_acc), old), c_acc)
-        for c_pointer, c_acc in zip(c_rows, acc, strict=True):
-            builder.store(builder.load(c_acc), c_pointer, align=bits // 8)
+            for c_pointer, c_total in zip(c_rows, total, strict=True):
+                builder.store(builder.load(c_pointer, align=bits // 8), c_total)
+        with cgutils.for_range_slice(builder, index(0), depth, index(CHAIN)) as (start, _):
+            rest = builder.sub(depth, start)
+            short = builder.icmp_signed("<", rest, index(CHAIN))
+            for c_acc in acc:
+                builder.store(zero, c_acc)
+            with cgutils.for_range(builder, builder.select(short, rest, index(CHAIN))) as loop:
+                k = builder.add(start, loop.index)
+                b_offset = builder.add(builder.mul(k, b_row), column)
+                b_vector = builder.load(at(B.data, b_offset, vector), align=bits // 8)
+                a_offset = builder.mul(k, a_col)
+                for a_pointer, c_acc in zip(a_rows, acc, strict=True):
+                    a_vector = broadcast(builder.load(at(a_pointer, a_offset, scalar)))
+                    builder.store(builder.call(fma, [a_vector, b_vector, builder.load(c_acc)]), c_acc)
+            for c_acc, c_total in zip(acc, total, strict=True):
+                builder.store(builder.fadd(builder.load(c_total), builder.load(c_acc)), c_total)
+        for c_pointer, c_total in zip(c_rows, total, strict=True):
+            builder.store(builder.load(c_total), c_pointer, align=bits // 8)
         return context.get_dummy_value()
 
     return signature, codegen
