@@ -4,7 +4,7 @@ Every other path of the package is measured against this file. It therefore shar
 them: it builds its own mask, keeps the whole (Nq, Nk) matrices and never tiles. With
 ``O = softmax(S) V`` and ``S = cap(scale * Q K^T) + bias - slope * |distance|``::
 
-    P = exp(S - lse)            delta = rowsum(P * dP)          dP = dO V^T
+    P = exp(S - lse)            delta = rowsum(dO * O)          dP = dO V^T
     dA = P * (dP - delta + dlse)                dbias = dA summed over what was broadcast
     dS = dA * cap'(scale * Q K^T)
     dQ = scale * dS K           dK = scale * dS^T Q             dV = P^T dO
@@ -133,7 +133,7 @@ def _backward(f, P, dout, dlse, q, k, v, bias, rounded):
 
     with np.errstate(invalid="ignore", over="ignore"):
         dP = hidden_zero(rounded(dout) @ rounded(f.v).swapaxes(2, 3))
-        delta = (f.P * dP).sum(axis=3, keepdims=True)
+        delta = (rounded(dout) * (f.P @ rounded(f.v))).sum(axis=3, keepdims=True)
         dA = hidden_zero(P * (dP - delta + dlse))
         dS = rounded(hidden_zero(dA * f.cap_slope))
         dq = f.scale * (dS @ rounded(f.k))
