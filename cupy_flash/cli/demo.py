@@ -102,8 +102,7 @@ def _fit(device, data, steps):
     print(f"1. Fitting h on the {len(images)} tuning images by gradient descent, with the gradient "
           "from\n   cupy_flash.attention_vjp. (The first call on a machine compiles for some "
           "seconds.)\n", flush=True)
-    print("   step       h    log loss   accuracy")
-    lines = []
+    lines = ["   step       h    log loss   accuracy"]
 
     def report(step, h, loss, accuracy):
         if step % 5 == 0 or step == steps:
