@@ -48,15 +48,53 @@ class CpuConfig:
 
 
 @dataclass(frozen=True)
+class CudaConfig:
+    """What a CUDA kernel is compiled for; every field but `lazy` is part of the compiled text.
+
+    Attributes
+    ----------
+    element : str
+        Name of the element type of q, k, v.
+    precision : str or None
+        ``"tf32"`` or ``"tf32x3"`` for float32, None for the other types.
+    d, d_v : int
+        Head dims rounded up to whole fragments.
+    Br, Bc : int
+        Packed query rows and keys of a tile.
+    warps : int
+        Warps of a block.
+    features : bool
+        Whether the code for mask, bias, softcap and ALiBi is compiled in.
+    lazy : float
+        As in `CpuConfig`; an argument of the kernel.
+    """
+
+    element: str
+    precision: str | None
+    d: int
+    d_v: int
+    Br: int
+    Bc: int
+    warps: int
+    features: bool
+    lazy: float = 0.0
+
+
+@dataclass(frozen=True)
 class Launch:
-    """One kernel, run by `threads` workers that take `tasks` tasks."""
+    """One kernel over `tasks` tasks: by `threads` workers, or by blocks of `threads` on a GPU.
+
+    `splits` is how many parts the keys (in backward on the CPU: the rows) are cut into;
+    `smem_bytes` is the dynamic shared memory of a block.
+    """
 
     entry: str
-    config: CpuConfig
+    config: CpuConfig | CudaConfig
     tasks: int
     threads: int
     splits: int
     reason: str
+    smem_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,8 +118,10 @@ class Plan:
                          f"{', '.join(self.problem.copied)}")
         for launch in self.launches:
             config = launch.config
-            lines.append(f"  {launch.entry}: Br {config.Br}, Bc {config.Bc}, {launch.tasks} tasks on "
-                         f"{launch.threads} threads; {launch.reason}")
+            where = (f"blocks of {launch.threads} threads, {launch.smem_bytes:,} bytes shared"
+                     if isinstance(config, CudaConfig) else f"tasks on {launch.threads} threads")
+            lines.append(f"  {launch.entry}: Br {config.Br}, Bc {config.Bc}, {launch.tasks} {where}; "
+                         f"{launch.reason}")
         if not self.launches:
             lines.append("  nothing to compute")
         for buffer in self.workspace:

@@ -1,0 +1,89 @@
+"""The text that is compiled: a `Config`, one include, what both sides must agree on, one entry.
+
+There is nothing generated in it but names and numbers; the kernels are templates over `Config`.
+"""
+
+from functools import lru_cache
+
+from . import source
+from .params import BackwardParams, ForwardParams
+
+ELEMENTS = {"float16": "cf::half_t", "bfloat16": "cf::bfloat16_t", "float32": "float",
+            "float64": "double"}
+PRECISIONS = {None: 0, "tf32": 1, "tf32x3": 2}
+# Entry: the header that holds it and its parameters.
+ENTRIES = {
+    "forward": ("wmma/forward.cuh", "ForwardParams"),
+    "combine": ("combine.cuh", "ForwardParams"),
+    "delta": ("delta.cuh", "BackwardParams"),
+    "backward_dkdv": ("wmma/backward.cuh", "BackwardParams"),
+    "backward_dq": ("wmma/backward.cuh", "BackwardParams"),
+    "dbias": ("wmma/dbias.cuh", "BackwardParams"),
+}
+_SIZES = {"ForwardParams": ForwardParams.itemsize, "BackwardParams": BackwardParams.itemsize}
+
+_TEXT = """\
+// sources sha256: {digest}
+#include "base.cuh"
+struct Config {{
+  using element = {element};
+  static constexpr int precision = {precision};
+  static constexpr int d = {d}, d_v = {d_v};
+  static constexpr int Br = {Br}, Bc = {Bc}, warps = {warps};
+  static constexpr bool features = {features};
+}};
+#include "{header}"
+static_assert(cf::{traits}<Config>::threads == {threads},
+              "the planner and the kernel disagree on the threads of a block");
+static_assert(cf::{traits}<Config>::smem_bytes == {smem_bytes},
+              "the planner and the kernel disagree on the shared memory of a block");
+static_assert(sizeof(cf::{params}) == {size},
+              "params.py and params.cuh disagree on the size of {params}");
+extern "C" __global__ void __launch_bounds__(32 * Config::warps)
+{name}(const __grid_constant__ cf::{params} p) {{
+  cf::{entry}<Config>(p);
+}}
+"""
+
+
+@lru_cache(maxsize=4096)
+def unit(entry, config, smem_bytes):
+    """The unit of one kernel.
+
+    Parameters
+    ----------
+    entry : str
+        A key of `ENTRIES`.
+    config : CudaConfig
+    smem_bytes : int
+        Dynamic shared memory as the planner computed it.
+
+    Returns
+    -------
+    name : str
+        Of the function, readable in a profiler.
+    text : str
+        What NVRTC compiles, with the folder of the CUDA sources as include path.
+    """
+    header, params = ENTRIES[entry]
+    name = name_of(entry, config)
+    return name, _TEXT.format(
+        digest=source.digest(), element=ELEMENTS[config.element],
+        precision=PRECISIONS[config.precision], d=config.d, d_v=config.d_v, Br=config.Br,
+        Bc=config.Bc, warps=config.warps, features="true" if config.features else "false",
+        header=header, traits=traits_of(entry), smem_bytes=smem_bytes, threads=32 * config.warps,
+        params=params, size=_SIZES[params], name=name, entry=entry,
+    )
+
+
+def name_of(entry, config):
+    """The function's name: entry, type, head dims, tile and features."""
+    kind = config.element if config.precision is None else config.precision
+    width = f"d{config.d}" if config.d == config.d_v else f"d{config.d}v{config.d_v}"
+    tile = f"{config.Br}x{config.Bc}"
+    return "_".join([entry, kind, width, tile, *(["features"] if config.features else [])])
+
+
+def traits_of(entry):
+    """The C++ name of an entry's traits: backward_dq -> BackwardDqTraits."""
+    return "".join(word.capitalize() for word in entry.split("_")) + "Traits"
