@@ -49,11 +49,47 @@ def answers_to(x):
     return Answer(*want), Answer(*plain)
 
 
-def judge(name, got, want, plain):
+def floors(x):
+    """What one unit in the last place of every score and of every dP may do to each result.
+
+    A bound for problems of a few entries, where the plain program may be right by luck and
+    results may vanish by cancellation; it is some ten times what usually happens.
+    """
+    options = {name: value for name, value in x.options.items() if name != "precision"}
+    f = reference._forward(x.q, x.k, x.v, np.dtype(np.float64), reference._unrounded, **options)
+    unit = {"tf32": 2.0**-10}.get(x.options.get("precision"),
+                                  2.0**-52 if x.q.dtype == np.float64 else 2.0**-23)
+    dout = np.where(f.visible.any(3)[..., None], _wide(x.dout).reshape(f.out.shape), 0)
+    dlse = _largest(x.dlse)
+    added = _largest(np.where(np.isfinite(bias := _wide(options.get("bias", 0))), bias, 0))
+    added += _largest(options.get("alibi_slopes", 0)) * (2 * sum(f.visible.shape[2:]) + 300)
+    S = unit * (abs(f.scale) * _largest(abs(f.q) @ abs(f.k).swapaxes(2, 3)) + added)
+    dP = _largest(abs(dout) @ abs(f.v).swapaxes(2, 3))
+    dA = 2 * unit * dP + (S + unit) * (2 * dP + dlse)
+    column = _largest(f.P.sum(axis=2)) * (f.q.shape[1] if x.q.ndim > 2 else 1)
+    bias = options.get("bias")
+    return Answer(
+        out=S * _largest(f.v), lse=S + unit,
+        dq=abs(f.scale) * dA * _largest(f.k), dk=abs(f.scale) * dA * _largest(f.q) * column,
+        dv=(S + unit) * _largest(dout) * column,
+        dbias=None if bias is None else dA * _largest(reference._sum_to(f.P, bias.shape)),
+    )
+
+
+def judge(name, got, want, plain, floor=None):
     """Hold every field of `got` that is not None (a dict) against the two answers."""
     for field, array in got.items():
         if array is None:
             assert getattr(want, field) is None, f"{name}: {field} is None"
         else:
             assert_as_accurate_as_baseline(f"{name} {field}", array, getattr(want, field),
-                                           getattr(plain, field))
+                                           getattr(plain, field),
+                                           0.0 if floor is None else getattr(floor, field))
+
+
+def _wide(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def _largest(x):
+    return float(np.abs(_wide(x)).max(initial=0.0))

@@ -17,7 +17,7 @@ def eps(dtype):
     return float(ml_dtypes.finfo(dtype).eps)
 
 
-def assert_as_accurate_as_baseline(name, got, want64, baseline64):
+def assert_as_accurate_as_baseline(name, got, want64, baseline64, floor=0.0):
     """Raise AssertionError unless `got` is as near to `want64` as the rule asks.
 
     Parameters
@@ -28,6 +28,9 @@ def assert_as_accurate_as_baseline(name, got, want64, baseline64):
         The result in its own dtype, which sets the unit of the rule.
     want64, baseline64 : numpy.ndarray
         The reference and the plain program, in float64 (or wider).
+    floor : float
+        Least error that the plain program is credited with: with few entries it may be right by
+        luck. 0 wherever the entries are many.
     """
     assert got.shape == want64.shape, f"{name}: shape {got.shape}, expected {want64.shape}"
     wide = np.result_type(want64.dtype, np.float64)
@@ -39,7 +42,7 @@ def assert_as_accurate_as_baseline(name, got, want64, baseline64):
     error = np.where(finite, np.abs(np.where(finite, value, 0) - np.where(finite, want, 0)), 0)
     plain = np.abs(np.where(finite, baseline64.astype(wide), 0) - np.where(finite, want, 0))
     largest = np.abs(np.where(finite, want, 0)).max()
-    limit = 2 * plain.max() + 4 * eps(got.dtype) * largest
+    limit = 2 * max(plain.max(), floor) + 4 * eps(got.dtype) * largest
     if not error.max() <= limit:
         at = np.unravel_index(error.argmax(), error.shape)
         raise AssertionError(

@@ -202,6 +202,23 @@ def test_a_visible_nan_propagates_to_those_who_see_it(backend, array, dtype):
     assert_bit_equal("lse", lse[~touched], clean_lse[~touched])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_of_one_sequence_reaches_no_other(backend, dtype, causal):
+    """Scratch memory passes from one sequence to the next: rows that see nothing stay at zero."""
+    q_lens, kv_lens = (94, 20, 94, 94, 7, 94, 94, 0), (122, 122, 50, 0, 122, 61, 3, 90)
+    case = Case("neighbours", Nq=94, Nk=122, d=30, B=8, Hq=2, Hk=1, dtype=dtype, causal=causal,
+                q_lens=q_lens, kv_lens=kv_lens, bias="bhqk")
+    x = inputs(case)
+    want = results(backend, x)
+    arrays = {name: getattr(x, name).copy() for name in ("q", "k", "v", "dout")}
+    for array in arrays.values():
+        array[::2] = np.nan
+    got = results(backend, x._replace(**arrays))
+    for name, array in got.items():
+        assert_bit_equal(f"{case.id} {name}", array[1::2], want[name][1::2])
+
+
 def test_nan_reaches_the_gradients(backend):
     """A NaN in dout of one row: its dq, and dk and dv of the keys it sees."""
     x = inputs(Case("nan-dout", Nq=120, Nk=203, d=24, causal=True, Hq=2, Hk=2))
