@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,17 +25,17 @@ def without_cupy(monkeypatch):
 
 
 def pretend_cupy(monkeypatch, *, available=True):
-    """`import cupy` gives a module that knows one device, and no driver where there is none."""
-    def driver_version():
+    """`import cupy` gives a module that knows one device; otherwise neither driver nor NVRTC."""
+    def nvrtc_version():
         if not available:
-            raise RuntimeError("cudaErrorInsufficientDriver")
-        return 13010
+            raise RuntimeError("libnvrtc.so is missing")
+        return 13, 0
 
     properties = {"name": b"Imaginary 1", "major": 9, "minor": 0, "totalGlobalMem": 80 * 2**30}
     runtime = SimpleNamespace(
-        runtimeGetVersion=lambda: 13000, driverGetVersion=driver_version,
+        runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13010 * available,
         getDeviceCount=lambda: 1, getDeviceProperties=lambda number: properties)
-    nvrtc = SimpleNamespace(getVersion=lambda: (13, 0))
+    nvrtc = SimpleNamespace(getVersion=nvrtc_version)
     cupy = SimpleNamespace(__version__="14.2.0", is_available=lambda: available,
                            cuda=SimpleNamespace(runtime=runtime, nvrtc=nvrtc))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -98,7 +99,9 @@ def test_info_with_cupy_and_no_driver(monkeypatch, capsys):
     pretend_cupy(monkeypatch, available=False)
     assert main(["info"]) == 0
     text = capsys.readouterr().out
-    assert "finds no CUDA device" in text and "not available (RuntimeError)" in text
+    assert "finds no CUDA device" in text
+    assert re.search(r"CUDA driver +none\n", text)
+    assert re.search(r"NVRTC +not available \(RuntimeError\)\n", text)
 
 
 def test_info_as_a_program():

@@ -104,8 +104,8 @@ def _note(versions, name, read):
 
 
 def _dotted(version):
-    """13000 -> '13.0'."""
-    return f"{version // 1000}.{version % 1000 // 10}"
+    """13000 -> '13.0'; the driver's version is 0 where there is none."""
+    return f"{version // 1000}.{version % 1000 // 10}" if version else "none"
 
 
 def _device_line(cupy, number):
