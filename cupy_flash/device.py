@@ -1,13 +1,15 @@
-"""Where a problem runs: the facts about a device that a plan depends on."""
+"""Where a problem runs: the facts about a device that a plan depends on, and the way there."""
 
 import os
 from dataclasses import dataclass
 from functools import cache
 
+OLDEST_GPU = 80     # the first tensor cores with bfloat16, TF32 and float64
+
 
 @dataclass(frozen=True)
 class Device:
-    """A device as the planner sees it.
+    """The CPU as the planner sees it.
 
     Attributes
     ----------
@@ -25,6 +27,37 @@ class Device:
         return f"{self.kind}, {self.threads} thread{'s' if self.threads != 1 else ''}"
 
 
+# One object a device, compared and hashed as such: it is part of a key at every call.
+@dataclass(frozen=True, eq=False)
+class GpuDevice:
+    """A GPU as the planner sees it.
+
+    Attributes
+    ----------
+    number : int
+        CUDA's number of the device in this process.
+    name : str
+    arch : int
+        Compute capability, 90 for 9.0.
+    sms : int
+        Multiprocessors.
+    smem : int
+        Bytes of shared memory that a block can have.
+    kind : str
+        ``"cuda"``.
+    """
+
+    number: int
+    name: str
+    arch: int
+    sms: int
+    smem: int
+    kind: str = "cuda"
+
+    def __str__(self):
+        return f"{self.kind} {self.number}, {self.name}, sm_{self.arch}, {self.sms} multiprocessors"
+
+
 @cache
 def cpu():
     """The CPU of this process."""
@@ -34,3 +67,42 @@ def cpu():
     if hasattr(os, "sched_getaffinity"):
         return Device("cpu", len(os.sched_getaffinity(0)))
     return Device("cpu", os.cpu_count() or 1)
+
+
+@cache
+def gpu(number):
+    """The GPU with CUDA's `number`; NotImplementedError if it is too old."""
+    from cupy.cuda import runtime
+
+    properties = runtime.getDeviceProperties(number)
+    arch = 10 * properties["major"] + properties["minor"]
+    name = properties["name"].decode()
+    if arch < OLDEST_GPU:
+        raise NotImplementedError(
+            f"`q` is on GPU {number}, {name}, with compute capability {arch / 10:.1f}: the kernels "
+            f"need {OLDEST_GPU / 10:.1f} or newer; pass NumPy arrays (cupy.asnumpy(x)) to compute "
+            "on the CPU")
+    return GpuDevice(number, name, arch, properties["multiProcessorCount"],
+                     properties["sharedMemPerBlockOptin"])
+
+
+def adopt(name, x):
+    """The CuPy array over the memory of a GPU array `x` of another library."""
+    try:
+        import cupy
+    except ImportError:
+        raise NotImplementedError(
+            f"`{name}` is on a GPU, and CuPy is not installed, which computes there: "
+            'pip install "cupy-flash[cuda13x]" (or [cuda12x]), or pass NumPy arrays') from None
+    if hasattr(x, "__dlpack__"):
+        try:
+            return cupy.from_dlpack(x)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise TypeError(f"`{name}` cannot be taken in through DLPack: {error}") from error
+    kind = x.__cuda_array_interface__["typestr"]
+    if kind[1:] == "V2":
+        raise TypeError(
+            f"`{name}` comes through __cuda_array_interface__ with elements '{kind}': that interface "
+            "has no word for bfloat16, so what these two bytes mean is unknown; pass a CuPy array, "
+            "or an object with DLPack")
+    return cupy.asarray(x)

@@ -120,8 +120,8 @@ class Plan:
             config = launch.config
             where = (f"blocks of {launch.threads} threads, {launch.smem_bytes:,} bytes shared"
                      if isinstance(config, CudaConfig) else f"tasks on {launch.threads} threads")
-            lines.append(f"  {launch.entry}: Br {config.Br}, Bc {config.Bc}, {launch.tasks} {where}; "
-                         f"{launch.reason}")
+            lines.append(f"  {launch.entry}: Br {config.Br}, Bc {config.Bc}, {launch.tasks} "
+                         f"{where}; {launch.reason}")
         if not self.launches:
             lines.append("  nothing to compute")
         for buffer in self.workspace:

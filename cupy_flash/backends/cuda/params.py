@@ -22,14 +22,13 @@ Tensor = np.dtype([("address", "u8"), *((name, "i8") for name in ("b", "h", "n",
 
 _TENSORS = ("q", "k", "v", "out", "lse", "mask", "bias", "slopes")
 _GRADIENTS = ("dout", "dlse", "dq", "dk", "dv", "dbias")
-_CONSTANTS = ("batch", "heads_q", "heads_k", "group", "Nq", "Nk", "d", "d_v", "aligned", "q_offset",
-              "left", "right", "tasks")
+_INTEGERS = ("batch", "heads_q", "heads_k", "group", "Nq", "Nk", "d", "d_v", "aligned", "q_offset",
+             "left", "right", "vector_bytes", "tasks")
 
 _COMMON = [
     *((name, Tensor) for name in _TENSORS),
     ("q_lens", "u8"), ("kv_lens", "u8"),            # addresses of int32 [batch]
-    ("vector_bytes", "i8"),                         # width of the loads of q, k, v, dout, out
-    *((name, "i8") for name in _CONSTANTS),
+    *((name, "i8") for name in _INTEGERS),
     *((name, "f8") for name in ("scale", "softcap", "lazy")),       # softcap 0: off
 ]
 # out_partial, lse_partial: addresses of [splits, batch, heads_q, Nq, (d_v)].
@@ -44,7 +43,8 @@ BackwardParams = np.dtype([
 PARAMS = {"forward": ForwardParams, "backward": BackwardParams}
 
 _ABSENT = (0, 0, 0, 0, 0, 0)
-_FIRST = Struct(f"={len(_TENSORS) * 'Q5q'}QQq")
+_FIRST = Struct(f"={len(_TENSORS) * 'Q5q'}QQ")
+_VECTOR, _VECTOR_AT = Struct("=q"), ForwardParams.fields["vector_bytes"][1]
 _SECOND = {"forward": Struct("=QQ"), "backward": Struct(f"={len(_GRADIENTS) * 'Q5q'}Q")}
 _SECOND_AT = {"forward": ForwardParams.fields["out_partial"][1],
               "backward": BackwardParams.fields["dout"][1]}
@@ -67,7 +67,7 @@ def pack(plan, launch, operands, addresses):
     numpy.ndarray
         Of size one, of dtype `ForwardParams` or `BackwardParams`.
     """
-    return fill(plan.direction, template(plan, launch), *varying(plan.direction, operands, addresses))
+    return fill(template(plan, launch), varying(plan.direction, operands, addresses))
 
 
 @lru_cache(maxsize=4096)
@@ -82,7 +82,9 @@ def template(plan, launch):
         "scale": p.scale, "softcap": p.softcap, "lazy": config.lazy,
     }
     if plan.direction == "forward":
-        values |= {"splits": launch.splits, "split_keys": ceil(p.Nk / launch.splits)}
+        # Whole tiles a split, so that splitting moves no tile.
+        tiles = ceil(p.Nk / launch.splits / config.Bc)
+        values |= {"splits": launch.splits, "split_keys": tiles * config.Bc}
     else:
         names = ("batch_bias", "heads_bias", "Nbias_q", "Nbias_k")
         values |= dict(zip(names, p.bias_shape or (0, 0, 0, 0), strict=True))
@@ -93,23 +95,25 @@ def template(plan, launch):
 
 
 def varying(direction, operands, addresses):
-    """What differs from call to call, in the order of the struct: two lists of integers."""
+    """What differs from call to call, ready for `fill`: three runs of fields of the struct."""
     o = operands
-    first = [*tensor(o.q), *tensor(o.k), *tensor(o.v), *tensor(o.out), *tensor(o.lse), *tensor(o.mask),
-             *tensor(o.bias), *tensor(o.slopes), address(o.q_lens), address(o.kv_lens)]
+    first = (*tensor(o.q), *tensor(o.k), *tensor(o.v), *tensor(o.out), *tensor(o.lse),
+             *tensor(o.mask), *tensor(o.bias), *tensor(o.slopes),
+             address(o.q_lens), address(o.kv_lens))
     if direction == "forward":
-        first.append(vector_bytes(o.q, o.k, o.v))
-        return first, (addresses.get("out_partial", 0), addresses.get("lse_partial", 0))
-    first.append(vector_bytes(o.q, o.k, o.v, o.dout, o.out))
-    second = [*tensor(o.dout), *tensor(o.dlse), *tensor(o.dq), *tensor(o.dk), *tensor(o.dv),
-              *tensor(o.dbias), addresses["delta"]]
-    return first, second
+        return direction, first, vector_bytes(o.q, o.k, o.v), (
+            addresses.get("out_partial", 0), addresses.get("lse_partial", 0))
+    return direction, first, vector_bytes(o.q, o.k, o.v, o.dout, o.out), (
+        *tensor(o.dout), *tensor(o.dlse), *tensor(o.dq), *tensor(o.dk), *tensor(o.dv),
+        *tensor(o.dbias), addresses.get("delta", 0))
 
 
-def fill(direction, bytes_of_template, first, second):
+def fill(bytes_of_template, varied):
     """A copy of the template with the varying fields written in."""
+    direction, first, width, second = varied
     packed = bytes_of_template.copy()
     _FIRST.pack_into(packed, 0, *first)
+    _VECTOR.pack_into(packed, _VECTOR_AT, width)
     _SECOND[direction].pack_into(packed, _SECOND_AT[direction], *second)
     return packed.view(PARAMS[direction])
 

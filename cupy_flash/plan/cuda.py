@@ -1,0 +1,77 @@
+"""Plans for GPUs: which kernels, with which tiles, how much shared memory, how many blocks."""
+
+from math import ceil
+
+from .cuda_tiles import FRAGMENT, choose
+from .types import Buffer, CudaConfig, Launch, Plan
+
+SPLIT_KEYS = 512        # a split below this costs more in merging than idle multiprocessors
+ROWS_PER_BLOCK = 4      # of delta and combine, one warp each
+
+
+def plan_forward(problem, device):
+    """`forward`, and `combine` after it if the keys were split."""
+    p = problem
+    config, smem, reason = choose("forward", p, device)
+    tasks = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
+    splits = _splits(p, tasks, config, device)
+    if splits > 1:
+        reason += f"; {splits} splits of the keys, since {tasks} tiles of rows leave SMs idle"
+    launches = [_launch("forward", config, tasks * splits, splits, smem, reason)]
+    rows = p.batch * p.heads_q * p.Nq
+    workspace = []
+    if splits > 1:
+        workspace = [Buffer("out_partial", splits * rows * p.d_v, p.accumulator),
+                     Buffer("lse_partial", splits * rows, p.accumulator)]
+        launches.append(_row_launch("combine", p, rows, splits, "adds up the splits, in order"))
+    return _plan("forward", p, device, launches, workspace)
+
+
+def plan_backward(problem, device):
+    """`delta`, one kernel for dk and dv, one for dq, and `dbias` if there is a bias."""
+    p = problem
+    rows = p.batch * p.heads_q * p.Nq
+    launches = [_row_launch("delta", p, rows, 1, "rowsum(dO * O) - dlse, once for all that follow")]
+    config, smem, reason = choose("backward_dkdv", p, device)
+    tasks = p.batch * p.heads_k * ceil(p.Nk / config.Bc)
+    launches.append(_launch("backward_dkdv", config, tasks, 1, smem, reason))
+    config, smem, reason = choose("backward_dq", p, device)
+    tasks = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
+    launches.append(_launch("backward_dq", config, tasks, 1, smem, reason))
+    if p.bias_shape:
+        config, smem, reason = choose("dbias", p, device)
+        b, h, n, c = p.bias_shape
+        tasks = b * h * ceil(n / config.Br) * ceil(c / config.Bc)
+        launches.append(_launch("dbias", config, tasks, 1, smem, reason))
+    return _plan("backward", p, device, launches, [Buffer("delta", rows, p.accumulator)])
+
+
+def _splits(problem, tasks, config, device):
+    """Parts of the keys: 1, or as many as give every multiprocessor two blocks."""
+    if tasks == 0 or tasks >= device.sms:
+        return 1
+    most = min(2 * device.sms // tasks, problem.Nk // SPLIT_KEYS)
+    if most <= 1:
+        return 1
+    tiles = ceil(ceil(problem.Nk / config.Bc) / most)       # of a split; then no split is empty
+    return ceil(problem.Nk / (tiles * config.Bc))
+
+
+def _row_launch(entry, problem, rows, splits, reason):
+    """A kernel with a warp a row, which knows nothing of tiles: few variants serve all problems."""
+    element, precision = problem.dtype, problem.precision
+    if entry == "combine":
+        element, precision = problem.accumulator, None
+    config = CudaConfig(element, precision, FRAGMENT, FRAGMENT, ROWS_PER_BLOCK, FRAGMENT,
+                        ROWS_PER_BLOCK, features=False)
+    return _launch(entry, config, ceil(rows / ROWS_PER_BLOCK), splits, 0, reason)
+
+
+def _launch(entry, config, tasks, splits, smem, reason):
+    return Launch(entry, config, tasks, 32 * config.warps, splits, reason, smem)
+
+
+def _plan(direction, problem, device, launches, workspace):
+    """The plan without the launches that have nothing to do."""
+    return Plan(direction, problem, device, tuple(x for x in launches if x.tasks),
+                tuple(b for b in workspace if b.extent))
