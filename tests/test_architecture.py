@@ -28,7 +28,7 @@ CONFINED = {"numba": "backends/cpu", "llvmlite": "backends/cpu", "cupy": "backen
             "cupy_backends": "backends/cuda", "cupyx": "backends/cuda"}
 # What else the package may import beside NumPy and the standard library. Each belongs to an extra
 # and is imported only where it is needed.
-OPTIONAL = {"ml_dtypes", "matplotlib", "sklearn"}
+OPTIONAL = {"ml_dtypes", "matplotlib", "sklearn", "threadpoolctl"}
 
 MAX_FILE, MAX_BODY = 400, 60
 FOLDERS = ("cupy_flash", "cuda_src", "tests", "bench", "docs", "examples", ".ci")
