@@ -133,7 +133,7 @@ def _backward(f, P, dout, dlse, q, k, v, bias, rounded):
 
     with np.errstate(invalid="ignore", over="ignore"):
         dP = hidden_zero(rounded(dout) @ rounded(f.v).swapaxes(2, 3))
-        delta = (rounded(dout) * (f.P @ rounded(f.v))).sum(axis=3, keepdims=True)
+        delta = (rounded(dout) * f.out).sum(axis=3, keepdims=True)
         dA = hidden_zero(P * (dP - delta + dlse))
         dS = rounded(hidden_zero(dA * f.cap_slope))
         dq = f.scale * (dS @ rounded(f.k))

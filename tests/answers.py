@@ -52,8 +52,9 @@ def answers_to(x):
 def floors(x):
     """What one unit in the last place of every score and of every dP may do to each result.
 
-    A bound for problems of a few entries, where the plain program may be right by luck and
-    results may vanish by cancellation; it is some ten times what usually happens.
+    For problems of a few entries or a few rows that outweigh all others: the largest of a few
+    errors says little, and the plain program may be right by luck. A bound, not an estimate: it
+    is some ten times what usually happens.
     """
     options = {name: value for name, value in x.options.items() if name != "precision"}
     f = reference._forward(x.q, x.k, x.v, np.dtype(np.float64), reference._unrounded, **options)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from answers import answers, answers_to, judge
+from answers import answers, answers_to, floors, judge
 from cases import CASES, DTYPES, Case, inputs
 from numerics import assert_bit_equal
 
@@ -10,6 +10,11 @@ import cupy_flash as cf
 
 # Every length up to one vector of lanes and one more, and both sides of each tile edge.
 LENGTHS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 191, 192, 193)
+
+
+def few(case):
+    """Whether the case has too few entries for the largest error to mean much."""
+    return case.Nq * case.Nk < 2000
 
 
 def attend(backend, x, **more):
@@ -25,7 +30,7 @@ def test_table(backend, case):
     out, lse = attend(backend, x)
     assert out.dtype == x.q.dtype
     assert lse.dtype == (np.float64 if case.dtype == "float64" else np.float32)
-    judge(case.id, {"out": out, "lse": lse}, *answers(case))
+    judge(case.id, {"out": out, "lse": lse}, *answers(case), floors(x) if few(case) else None)
 
 
 @pytest.mark.parametrize("N", LENGTHS)
@@ -35,8 +40,9 @@ def test_every_length(backend, N, dtype):
         for Nq, Nk in {(N, other), (other, N)}:
             case = Case("length", Nq=Nq, Nk=Nk, d=16, Hq=2, Hk=1, dtype=dtype,
                         causal=bool((N + other) % 2))
-            out, lse = attend(backend, inputs(case))
-            judge(case.id, {"out": out, "lse": lse}, *answers_to(inputs(case)))
+            x = inputs(case)
+            out, lse = attend(backend, x)
+            judge(case.id, {"out": out, "lse": lse}, *answers_to(x), floors(x))
 
 
 @pytest.mark.parametrize("d", range(1, 257, 5))
