@@ -67,9 +67,11 @@ def torch(cell):
     q, k, v, dout = map(th.from_numpy, inputs(dtype, d, Nq, Nk))
     attention = th.nn.functional.scaled_dot_product_attention
     if direction == "forward":
+
         def forward():
             with th.no_grad():
                 return [attention(q, k, v, is_causal=causal)]
+
         return forward
     leaves = [x.requires_grad_(True) for x in (q, k, v)]
     out = attention(*leaves, is_causal=causal)
@@ -105,16 +107,19 @@ def measure(workers, cell, seconds):
     for name, pipe in workers.items():
         pipe.send(("cell", cell))
         results[name] = pipe.recv()
-    error = max(float(np.abs(a - b).max()) for a, b in zip(results["ours"], results["torch"], strict=True))
+    error = max(
+        float(np.abs(a - b).max()) for a, b in zip(results["ours"], results["torch"], strict=True)
+    )
     bound = 1e-3 if cell[0] == "float32" else 1e-11
     if not error < bound:
         raise SystemExit(f"{cell}: the libraries differ by {error}, allowed {bound}")
+
     def timed(repeats):
         for name, pipe in workers.items():
             pipe.send(("time", repeats))
             yield name, pipe.recv()
 
-    repeats = max(1, int(0.02 / min(dict(timed(1)).values())))      # some 20 ms per timing
+    repeats = max(1, int(0.02 / min(dict(timed(1)).values())))  # some 20 ms per timing
     taken, start = {name: [] for name in workers}, time.perf_counter()
     while len(taken["ours"]) < 5 or time.perf_counter() - start < seconds:
         for name, taken_once in timed(repeats):
@@ -166,19 +171,34 @@ def record(cell, taken, error):
     flops = count(1, HEADS, Nq, Nk, d, d, causal)
     ratios = np.array(taken["torch"]) / np.array(taken["ours"])
     return {
-        "cell": cell_name(cell), "dtype": dtype, "d": d, "Nq": Nq, "Nk": Nk, "causal": causal,
-        "direction": direction, "heads": HEADS, "threads": threads(), "rounds": len(ratios),
-        "ratio": float(np.median(ratios)), "ratio_low": float(np.quantile(ratios, 0.25)),
+        "cell": cell_name(cell),
+        "dtype": dtype,
+        "d": d,
+        "Nq": Nq,
+        "Nk": Nk,
+        "causal": causal,
+        "direction": direction,
+        "heads": HEADS,
+        "threads": threads(),
+        "rounds": len(ratios),
+        "ratio": float(np.median(ratios)),
+        "ratio_low": float(np.quantile(ratios, 0.25)),
         "ratio_high": float(np.quantile(ratios, 0.75)),
         **{f"gflops_{name}": float(flops / np.median(t) * 1e-9) for name, t in taken.items()},
-        "difference": error, "date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "commit": commit(),
-        "numba": numba.__version__, "numpy": np.__version__, "torch": version("torch"),
+        "difference": error,
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": cpu_name(),
+        "commit": commit(),
+        "numba": numba.__version__,
+        "numpy": np.__version__,
+        "torch": version("torch"),
         "python": platform.python_version(),
     }
 
 
 def version(package):
     from importlib.metadata import version as installed
+
     return installed(package)
 
 
@@ -191,34 +211,42 @@ def cpu_name():
 
 def commit():
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def table(records):
     """The records as a Markdown table, geometric means below."""
     head = records[0]
     lines = [
-        f"CPU path against torch {head['torch']} `scaled_dot_product_attention`, {head['heads']} heads, "
-        f"{head['threads']} threads, {head['cpu']}, {head['date']}, commit {head['commit']}.",
-        "A ratio above 1 means ours is faster; in brackets the quartiles of the rounds.", "",
+        f"CPU path against torch {head['torch']} `scaled_dot_product_attention`, "
+        f"{head['heads']} heads, {head['threads']} threads, {head['cpu']}, "
+        f"{head['date']}, commit {head['commit']}.",
+        "A ratio above 1 means ours is faster; in brackets the quartiles of the rounds.",
+        "",
         "| dtype | d | Nq x Nk | mask | pass | ours GFLOP/s | torch GFLOP/s | ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in records:
+        mask = "causal" if r["causal"] else "full"
         lines.append(
-            f"| {r['dtype']} | {r['d']} | {r['Nq']} x {r['Nk']} | {'causal' if r['causal'] else 'full'} | "
-            f"{r['direction']} | {r['gflops_ours']:.0f} | {r['gflops_torch']:.0f} | {r['ratio']:.2f} "
-            f"({r['ratio_low']:.2f} to {r['ratio_high']:.2f}) |"
+            f"| {r['dtype']} | {r['d']} | {r['Nq']} x {r['Nk']} | {mask} | "
+            f"{r['direction']} | {r['gflops_ours']:.0f} | {r['gflops_torch']:.0f} | "
+            f"{r['ratio']:.2f} ({r['ratio_low']:.2f} to {r['ratio_high']:.2f}) |"
         )
     lines.append("")
     for dtype in ("float32", "float64"):
         for direction in ("forward", "backward"):
-            ratios = [r["ratio"] for r in records
-                      if (r["dtype"], r["direction"]) == (dtype, direction) and r["Nq"] in (2048, 8192)]
+            kind = (dtype, direction)
+            rows = [r for r in records if (r["dtype"], r["direction"]) == kind]
+            ratios = [r["ratio"] for r in rows if r["Nq"] in (2048, 8192)]
             if ratios:
                 mean = float(np.exp(np.mean(np.log(ratios))))
-                lines.append(f"- {dtype} {direction}, N = 2048 and 8192: geometric mean {mean:.2f}, "
-                             f"lowest {min(ratios):.2f}")
+                lines.append(
+                    f"- {dtype} {direction}, N = 2048 and 8192: geometric mean {mean:.2f}, "
+                    f"lowest {min(ratios):.2f}"
+                )
     return "\n".join(lines)
 
 

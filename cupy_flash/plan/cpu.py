@@ -7,8 +7,9 @@ from .types import Buffer, Launch, Plan
 
 VECTOR_BYTES = 64
 MICRO_ROWS = 6
-SPLIT_KEYS = 1024       # a split below this costs more in merging than a second thread brings
-SMALL_FLOPS = 2e6       # below, waking a thread takes longer than the work
+FEW_ROWS = 4
+SPLIT_KEYS = 1024  # a split below this costs more in merging than a second thread brings
+SMALL_FLOPS = 2e6  # below, waking a thread takes longer than the work
 
 
 def tile_elements(rows, columns, itemsize):
@@ -39,15 +40,29 @@ def plan_forward(problem, device, config):
         splits = shares(tasks, threads, max(1, problem.Nk // SPLIT_KEYS))
     reason = "one task per tile of query rows"
     if splits > 1:
-        reason = f"{tasks} tiles of query rows do not fill the threads, so {splits} splits of the keys"
-    launches = [Launch("forward", config, tasks * splits, min(threads, tasks * splits), splits, reason)]
+        reason = (
+            f"{tasks} tiles of query rows do not fill the threads, so {splits} splits of the keys"
+        )
+    launches = [
+        Launch("forward", config, tasks * splits, min(threads, tasks * splits), splits, reason)
+    ]
     workspace = [_slab(launches[0].threads, forward_slab(problem, config), problem)]
     if splits > 1:
         rows = splits * problem.batch * problem.heads_q * problem.Nq
-        workspace += [Buffer("out_partial", rows * problem.d_v, problem.accumulator),
-                      Buffer("lse_partial", rows, problem.accumulator)]
-        launches.append(Launch("combine", config, problem.batch * problem.heads_q * problem.Nq, 1,
-                               splits, "adds the splits up, in their order"))
+        workspace += [
+            Buffer("out_partial", rows * problem.d_v, problem.accumulator),
+            Buffer("lse_partial", rows, problem.accumulator),
+        ]
+        launches.append(
+            Launch(
+                "combine",
+                config,
+                problem.batch * problem.heads_q * problem.Nq,
+                1,
+                splits,
+                "adds the splits up, in their order",
+            )
+        )
     return Plan("forward", problem, device, tuple(launches), tuple(workspace))
 
 
@@ -62,37 +77,76 @@ def plan_backward(problem, device, config):
     chunks = shares(heads, threads, max(1, tiles)) if threads > 1 else 1
     reason = "one task per key head"
     if chunks > 1:
-        reason = f"{heads} key heads do not fill the threads, so {chunks} chunks of their query rows"
+        reason = (
+            f"{heads} key heads do not fill the threads, so {chunks} chunks of their query rows"
+        )
     threads = min(threads, heads * chunks)
     launches = [Launch("backward", config, heads * chunks, threads, chunks, reason)]
     keys = tile_elements(problem.Nk + MICRO_ROWS, problem.d, _itemsize(problem)) + tile_elements(
-        problem.Nk + MICRO_ROWS, problem.d_v, _itemsize(problem))
+        problem.Nk + MICRO_ROWS, problem.d_v, _itemsize(problem)
+    )
     slab = backward_slab(problem, config)
     workspace = [_slab(threads, slab + (keys if chunks == 1 else 0), problem)]
     if chunks > 1:
         workspace.append(Buffer("partial", heads * chunks * keys, problem.accumulator))
-        launches.append(Launch("reduce_chunks", config, heads, min(threads, heads), chunks,
-                               "adds the chunks up, in their order"))
+        launches.append(
+            Launch(
+                "reduce_chunks",
+                config,
+                heads,
+                min(threads, heads),
+                chunks,
+                "adds the chunks up, in their order",
+            )
+        )
     if problem.bias_shape and 0 not in problem.bias_shape:
         b, h, n, c = problem.bias_shape
         tasks = b * h * ceil(n / config.Br) * ceil(c / config.Bc)
-        launches.append(Launch("dbias", config, tasks, min(threads, tasks), chunks,
-                               "one task per tile of dbias, which walks all that was broadcast"))
+        launches.append(
+            Launch(
+                "dbias",
+                config,
+                tasks,
+                min(threads, tasks),
+                chunks,
+                "one task per tile of dbias, which walks all that was broadcast",
+            )
+        )
     return Plan("backward", problem, device, tuple(launches), tuple(workspace))
 
 
 def forward_slab(problem, config):
     """Elements of scratch of a forward worker, tile for tile as `forward_tile` carves them."""
     p, Br, Bc = problem, config.Br, config.Bc + MICRO_ROWS
-    tiles = [(Bc, p.d), (Bc, p.d_v), (Bc, Br), (p.d, Br), (Br + MICRO_ROWS, max(p.d, p.d_v)), (4, Br)]
+    tiles = [
+        (Bc, p.d),
+        (Bc, p.d_v),
+        (Bc, Br),
+        (p.d, Br),
+        (FEW_ROWS, p.d),
+        (Br + MICRO_ROWS, max(p.d, p.d_v)),
+        (5, Br),
+    ]
     return sum(tile_elements(*tile, _itemsize(p)) for tile in tiles)
 
 
 def backward_slab(problem, config):
     """Elements of scratch of a backward worker, tile for tile as `carve_tiles` carves them."""
     p, Br, Bc = problem, config.Br + MICRO_ROWS, config.Bc + MICRO_ROWS
-    tiles = [(Br, p.d), (p.d, config.Br), (Br, p.d_v), (p.d_v, config.Br), (Bc, p.d), (Bc, p.d_v),
-             (Bc, config.Br), (Bc, config.Br), (Bc, config.Br), (Br, p.d), (1, p.d_v), (3, config.Br)]
+    tiles = [
+        (Br, p.d),
+        (p.d, config.Br),
+        (Br, p.d_v),
+        (p.d_v, config.Br),
+        (Bc, p.d),
+        (Bc, p.d_v),
+        (Bc, config.Br),
+        (Bc, config.Br),
+        (Bc, config.Br),
+        (Br, p.d),
+        (1, p.d_v),
+        (3, config.Br),
+    ]
     if p.bias_shape:
         tiles.append((config.Bc, config.Br))
     return sum(tile_elements(*tile, _itemsize(p)) for tile in tiles)
@@ -102,7 +156,11 @@ def _fit(problem, config):
     """Tiles no larger than the problem, and the threshold of the lazy reference."""
     lanes = VECTOR_BYTES // _itemsize(problem)
     rows = max(1, ceil(problem.group * problem.Nq / lanes)) * lanes
-    lazy = log(2) * (30 if problem.accumulator == "float64" else 8) if config.lazy is None else config.lazy
+    lazy = (
+        log(2) * (30 if problem.accumulator == "float64" else 8)
+        if config.lazy is None
+        else config.lazy
+    )
     return replace(config, Br=min(config.Br, rows), lazy=lazy)
 
 

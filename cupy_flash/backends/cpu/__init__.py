@@ -46,6 +46,7 @@ def _dtype(name):
     if name != "bfloat16":
         return np.dtype(name)
     import ml_dtypes
+
     return np.dtype(ml_dtypes.bfloat16)
 
 
@@ -54,4 +55,4 @@ def _slabs(slab, threads):
     skip = -slab.__array_interface__["data"][0] % _SLAB_ALIGNMENT // slab.itemsize
     lanes = _SLAB_ALIGNMENT // slab.itemsize
     size = (slab.size - lanes) // threads // lanes * lanes
-    return [slab[skip + i * size:skip + (i + 1) * size] for i in range(threads)]
+    return [slab[skip + i * size : skip + (i + 1) * size] for i in range(threads)]

@@ -1,8 +1,8 @@
 """The backward kernel: dQ, dK, dV with one writer each, no atomics, a fixed order of sums.
 
-Dao et al., "FlashAttention" (2022), algorithm 4, with the query tiles in the outer loop: a task owns
-a key head (or one of several interleaved chunks of its query tiles), so the gradients of grouped
-heads add up in its accumulators.
+Dao et al., "FlashAttention" (2022), algorithm 4, with the query tiles in the outer loop. A task
+owns a key head (or one of several interleaved chunks of its query tiles), so the gradients of
+grouped heads add up in its accumulators.
 """
 
 from collections import namedtuple
@@ -10,13 +10,19 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
-from .jit import as_pointer, kernel, next_task, tile_function
+from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import key_range, open_rows
 from .micro_kernel import matmul
-from .scores import score_tile, through_cap
+from .scores import finish_scores, through_cap
 from .softmax import softmax_backward
 from .tiles import (
-    carve, load_tile, packed_address, round_tile, store_row, transpose_tile, zero_rows,
+    carve,
+    load_tile,
+    packed_address,
+    round_tile,
+    store_row,
+    transpose_tile,
+    zero_rows,
 )
 
 # Scratch of one worker. q_t, do_t: [d, query]; S, dP, U: [key, query]; lse, delta: [query].
@@ -75,7 +81,7 @@ def accumulators(p, own, task):
     return dk_acc, dv_acc
 
 
-@tile_function
+@inlined
 def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
     """One tile of packed rows: adds to dk_acc and dv_acc, writes its rows of dq."""
     rows = open_rows(p, b, head_k * p.group, p.group, row0, t.S)
@@ -90,20 +96,22 @@ def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
         gradient_tile(p, t, rows, key0, keys)
         if p.softcap != 0:
             through_cap(t.dP, t.k, t.q_t, t.U, p, keys, rows.lanes)
-        zero_rows(t.S, keys, keys + 6)             # the surplus rows of a product are real keys here
+        zero_rows(t.S, keys, keys + 6)  # the surplus rows of a product are real keys here
         zero_rows(t.dP, keys, keys + 6)
         round_tile(t.S, keys, rows.lanes, p.round_P)
         round_tile(t.dP, keys, rows.lanes, p.round_P)
-        matmul(dv_acc[key0:], t.S, t.do, keys, p.d_v, rows.rows, True)     # dV += P^T dO
-        matmul(dk_acc[key0:], t.dP, t.q, keys, p.d, rows.rows, True)       # dK += dS^T Q
-        matmul(t.dq, t.dP.T, t.k, rows.rows, p.d, keys, True)              # dQ += dS K
+        matmul(dv_acc[key0:], t.S, t.do, keys, p.d_v, rows.rows, True)  # dV += P^T dO
+        matmul(dk_acc[key0:], t.dP, t.q, keys, p.d, rows.rows, True)  # dK += dS^T Q
+        matmul(t.dq, t.dP.T, t.k, rows.rows, p.d, keys, True)  # dQ += dS K
     base = p.dq.address + b * p.dq.b + rows.head0 * p.dq.h
     for r in range(min(p.Br, p.group * p.Nq - row0)):
-        factor = t.dq.dtype.type(p.scale if r < rows.rows else 0)
+        if r >= rows.rows or t.lse[r] == np.inf:
+            t.dq[r, :] = 0  # selected, not multiplied: scratch may hold a NaN
+        factor = t.dq.dtype.type(p.scale)
         store_row(p.dq, packed_address(p.dq, base, row0 + r, p.group), t.dq[r], p.d, factor)
 
 
-@tile_function
+@inlined
 def load_rows(p, t, rows):
     """Q, dO and their transposes; lse (+inf for rows that see no key, so that P is 0) and delta.
 
@@ -112,8 +120,9 @@ def load_rows(p, t, rows):
     """
     b, row0, n, group = rows.b, rows.row0, rows.rows, rows.group
     load_tile(t.q, p.q, p.q.address + b * p.q.b + rows.head0 * p.q.h, row0, n, p.d, group)
-    load_tile(t.do, p.dout, p.dout.address + b * p.dout.b + rows.head0 * p.dout.h,
-              row0, n, p.d_v, group)
+    load_tile(
+        t.do, p.dout, p.dout.address + b * p.dout.b + rows.head0 * p.dout.h, row0, n, p.d_v, group
+    )
     round_tile(t.q, n, p.d, p.round_inputs)
     round_tile(t.do, n, p.d_v, p.round_inputs)
     out = p.out.address + b * p.out.b + rows.head0 * p.out.h
@@ -127,7 +136,7 @@ def load_rows(p, t, rows):
         else:
             load_tile(t.o, p.out, out, row0 + r, 1, p.d_v, group)
             t.delta[r] = 0
-            for c0 in range(0, p.d_v, 16):         # in short chains, as the micro-kernel does
+            for c0 in range(0, p.d_v, 16):  # in short chains, as the micro-kernel does
                 part = t.o.dtype.type(0)
                 for c in range(c0, min(c0 + 16, p.d_v)):
                     part += t.o[0, c] * t.do[r, c]
@@ -157,8 +166,9 @@ def load_keys(p, t, k_base, v_base, key0, keys):
 @tile_function
 def gradient_tile(p, t, rows, key0, keys):
     """S = P, and dP = P * (dP - delta): the gradient of the scores behind the softcap."""
-    score_tile(t.S, t.k, t.v, t.q_t, p, rows, key0, keys)
-    matmul(t.dP, t.v, t.do_t, keys, rows.lanes, p.d_v, False)              # dP^T = V dO^T
+    matmul(t.S, t.k, t.q_t, keys, rows.lanes, p.d, False)  # S^T = K Q^T
+    finish_scores(t.S, t.k, t.v, p, rows, key0, keys)
+    matmul(t.dP, t.v, t.do_t, keys, rows.lanes, p.d_v, False)  # dP^T = V dO^T
     softmax_backward(t.S, t.dP, t.lse, t.delta, keys, rows.lanes)
 
 

@@ -1,4 +1,4 @@
-"""Merging the splits of the keys: the same sums as `cupy_flash.merge`, in the order of the splits."""
+"""Merging the splits of the keys: the sums of `cupy_flash.merge`, in the order of the splits."""
 
 import numpy as np
 from numba import carray
@@ -10,12 +10,15 @@ from .tiles import store_row
 
 @kernel
 def combine(params, slab, tasks):
-    """One worker: takes rows until none is left. lse = ln sum exp(lse_s), out = sum exp(lse_s - lse) out_s."""
+    """One worker: takes rows until none is left.
+
+    lse = ln sum exp(lse_s), out = sum exp(lse_s - lse) out_s.
+    """
     p = params[0]
     rows = p.batch * p.heads_q * p.Nq
     out_partial = carray(as_pointer(p.out_partial), (p.splits, rows, p.d_v), slab.dtype)
     lse_partial = carray(as_pointer(p.lse_partial), (p.splits, rows), slab.dtype)
-    total = slab[:p.d_v]
+    total = slab[: p.d_v]
     row = next_task(tasks)
     while row < rows:
         m = slab.dtype.type(-np.inf)
@@ -30,8 +33,11 @@ def combine(params, slab, tasks):
             for c in range(p.d_v):
                 total[c] += weight * out_partial[s, row, c]
         b, head, i = row // (p.heads_q * p.Nq), row // p.Nq % p.heads_q, row % p.Nq
-        inverse = 1 / l if l != 0 else l
-        store_row(p.out, p.out.address + b * p.out.b + head * p.out.h + i * p.out.n, total, p.d_v, inverse)
+        for c in range(p.d_v):
+            total[c] = total[c] / l if l != 0 else 0
+        store_row(
+            p.out, p.out.address + b * p.out.b + head * p.out.h + i * p.out.n, total, p.d_v, 1
+        )
         total[0] = m + np.log(l)
         store_row(p.lse, p.lse.address + b * p.lse.b + head * p.lse.h + i * p.lse.n, total, 1, 1)
         row = next_task(tasks)

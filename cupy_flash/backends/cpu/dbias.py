@@ -16,7 +16,7 @@ def dbias(params, slab, tasks):
     """One worker: takes tiles of dbias until none is left. slab: its scratch, zeroed."""
     p = params[0]
     t, end = carve_tiles(slab, p)
-    acc, end = carve(slab, end, p.Bc, p.Br)                    # [key, query], one line if broadcast
+    acc, end = carve(slab, end, p.Bc, p.Br)  # [key, query], one line if broadcast
     tiles_q = (p.Nbias_q + p.Br - 1) // p.Br
     tiles_k = (p.Nbias_k + p.Bc - 1) // p.Bc
     task = next_task(tasks)
@@ -58,7 +58,7 @@ def add_tile(p, acc, dS, rows, keys):
     for j in range(keys):
         line = 0 if p.Nbias_k == 1 else j
         if p.Nbias_q == 1:
-            total = acc.dtype.type(0)              # tile by tile: a long sum keeps its last digits
+            total = acc.dtype.type(0)  # tile by tile: a long sum keeps its last digits
             for r in range(rows):
                 total += dS[j, r]
             acc[line, 0] += total
@@ -75,6 +75,11 @@ def store_tile(p, t, acc, b, head, row0, key0):
     for r in range(min(p.Br, p.Nbias_q - row0)):
         for j in range(keys):
             line[j] = acc[j, r]
-        address = (p.dbias.address + b * p.dbias.b + head * p.dbias.h + (row0 + r) * p.dbias.n
-                   + key0 * p.dbias.c)
+        address = (
+            p.dbias.address
+            + b * p.dbias.b
+            + head * p.dbias.h
+            + (row0 + r) * p.dbias.n
+            + key0 * p.dbias.c
+        )
         store_row(p.dbias, address, line, keys, acc.dtype.type(1))

@@ -12,7 +12,7 @@ from .elementary import bit_cast
 
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = range(4)
 KINDS = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32, "float64": FLOAT64}
-ROUND_NOT, ROUND_TF32 = -1, -2          # beside FLOAT16 and BFLOAT16: how `round_tile` rounds
+ROUND_NOT, ROUND_TF32 = -1, -2  # beside FLOAT16 and BFLOAT16: how `round_tile` rounds
 
 _U = np.uint32
 _INF_BITS = _U(0x7F800000)
@@ -40,8 +40,10 @@ def to_float16(x):
     sign = _U(_U(bits >> _U(16)) & _U(0x8000))
     size = _U(bits & _U(0x7FFFFFFF))
     # Below 2^-14 the spacing of halves is fixed: adding 0.5 lets the FPU round at that spacing.
-    small = _U(bit_cast(np.float32(bit_cast(size, np.float32) + np.float32(0.5)), np.uint32)
-               - _U(0x3F000000))
+    small = _U(
+        bit_cast(np.float32(bit_cast(size, np.float32) + np.float32(0.5)), np.uint32)
+        - _U(0x3F000000)
+    )
     normal = _U(_U(size + _U(0xC8000FFF) + _U(_U(size >> _U(13)) & _U(1))) >> _U(13))
     huge = _U(0x7C00) if size <= _INF_BITS else _U(0x7E00)
     rounded = small if size < _U(0x38800000) else normal

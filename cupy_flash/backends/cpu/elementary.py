@@ -20,6 +20,7 @@ def bit_cast(typingctx, x, to):
 
     def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], context.get_value_type(target))
+
     return target(x, to), codegen
 
 
@@ -30,9 +31,9 @@ def interpolate(function, low, high, degree):
     nodes = (ld(low) + ld(high)) / 2 + (ld(high) - ld(low)) / 2 * nodes
     divided = function(nodes)
     for k in range(1, degree + 1):
-        divided[k:] = (divided[k:] - divided[k - 1:-1]) / (nodes[k:] - nodes[:-k])
+        divided[k:] = (divided[k:] - divided[k - 1 : -1]) / (nodes[k:] - nodes[:-k])
     coefficients = np.zeros(degree + 1, ld)
-    for k in range(degree, -1, -1):                 # Newton's form -> monomials
+    for k in range(degree, -1, -1):  # Newton's form -> monomials
         coefficients[1:], coefficients[0] = (
             coefficients[:-1] - nodes[k] * coefficients[1:],
             divided[k] - nodes[k] * coefficients[0],
@@ -41,30 +42,31 @@ def interpolate(function, low, high, degree):
 
 
 def _make_exp(real, integer, mantissa_bits, bias, degree):
-    magic = real(1.5 * 2.0**mantissa_bits)          # adding it rounds to an integer in the low bits
+    magic = real(1.5 * 2.0**mantissa_bits)  # adding it rounds to an integer in the low bits
     low, shift, offset = real(-bias), integer(mantissa_bits), integer(bias)
     log2_e = real(_LOG2_E)
     coefficients = interpolate(np.exp2, -0.5, 0.5, degree)
-    coefficients[0] = 1                             # exp(0) = 1 exactly: an unmoved row keeps its sum
+    coefficients[0] = 1  # exp(0) = 1 exactly: an unmoved row keeps its sum
     even = tuple(real(c) for c in coefficients[0::2][::-1])
     odd = tuple(real(c) for c in coefficients[1::2][::-1])
 
     @register_jitable(**_JIT_OPTIONS)
     def exp(x):
-        """e**x for x * log2(e) < 128 (1024); 0 at -inf, and wherever the result would be denormal."""
+        """e**x for x * log2(e) < 128 (1024); 0 at -inf and wherever the result is denormal."""
         y = x * log2_e
-        y = low if y < low else y                   # NaN stays NaN
+        y = low if y < low else y  # NaN stays NaN
         t = y + magic
         f = y - (t - magic)
-        g = f * f                                   # two Horner chains in f*f: half the latency of one
+        g = f * f  # two Horner chains in f*f: half the latency of one
         p, r = even[0], odd[0]
         for c in even[1:]:
             p = p * g + c
         for c in odd[1:]:
             r = r * g + c
         p = r * f + p
-        power = integer((bit_cast(t, integer) + offset) << shift)   # Numba widens int32 sums
+        power = integer((bit_cast(t, integer) + offset) << shift)  # Numba widens int32 sums
         return p * bit_cast(power, real)
+
     return exp
 
 
@@ -85,7 +87,8 @@ def _make_tanh(real, exp, degree):
         e = exp(minus_two * size)
         large = (one - e) / (one + e)
         large = large if x > 0 else -large
-        return large if size > border else x * p    # NaN takes the polynomial and stays NaN
+        return large if size > border else x * p  # NaN takes the polynomial and stays NaN
+
     return tanh
 
 

@@ -1,87 +1,165 @@
 """The forward kernel. Dao, "FlashAttention-2" (2023), algorithm 1."""
 
+from collections import namedtuple
+
 import numpy as np
 from numba import carray
+from numpy.lib.stride_tricks import as_strided
 
-from .jit import as_pointer, kernel, next_task, tile_function
+from .dtypes import FLOAT32, FLOAT64, ROUND_NOT
+from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import key_range, open_rows
-from .micro_kernel import matmul
-from .scores import score_tile
+from .micro_kernel import FEW_ROWS, few_products, few_scores, matmul
+from .scores import finish_scores
 from .softmax import scale_rows, softmax_step
 from .tiles import carve, load_tile, packed_address, round_tile, store_row, transpose_tile
+
+# Scratch of one worker. q_t: [d, query]; q: [query, d] of few rows; S: [key, query];
+# acc: [query, d_v]; the rest: [query].
+Tiles = namedtuple("Tiles", "k v S q_t q acc m l alpha m_ref part")
+
+
+@tile_function
+def carve_tiles(slab, p):
+    """All tiles of a worker."""
+    k, end = carve(slab, 0, p.Bc + 6, p.d)
+    v, end = carve(slab, end, p.Bc + 6, p.d_v)
+    S, end = carve(slab, end, p.Bc + 6, p.Br)
+    q_t, end = carve(slab, end, p.d, p.Br)
+    q, end = carve(slab, end, FEW_ROWS, p.d)
+    acc, end = carve(slab, end, p.Br + 6, max(p.d, p.d_v))
+    state, end = carve(slab, end, 5, p.Br)
+    return Tiles(k, v, S, q_t, q, acc, state[0], state[1], state[2], state[3], state[4])
 
 
 @kernel
 def forward(params, slab, tasks):
     """One worker: takes tiles of query rows until none is left. slab: its scratch, zeroed."""
     p = params[0]
+    t = carve_tiles(slab, p)
     tiles = (p.group * p.Nq + p.Br - 1) // p.Br
     count = p.batch * p.heads_k * tiles * p.splits
     task = next_task(tasks)
     while task < count:
         split = task % p.splits
-        tile = tiles - 1 - task // p.splits % tiles            # the longest causal rows first
+        tile = tiles - 1 - task // p.splits % tiles  # the longest causal rows first
         sequence = task // (p.splits * tiles)
         b, head_k = sequence // p.heads_k, sequence % p.heads_k
-        forward_tile(p, slab, b, head_k, tile * p.Br, split)
+        forward_tile(p, t, b, head_k, tile * p.Br, split)
         task = next_task(tasks)
 
 
-@tile_function
-def forward_tile(p, slab, b, head_k, row0, split):
+@inlined
+def forward_tile(p, t, b, head_k, row0, split):
     """The packed rows row0 ... row0 + Br of one key head, over the keys of one split."""
-    k_tile, end = carve(slab, 0, p.Bc + 6, p.d)
-    v_tile, end = carve(slab, end, p.Bc + 6, p.d_v)
-    S, end = carve(slab, end, p.Bc + 6, p.Br)
-    q_t, end = carve(slab, end, p.d, p.Br)
-    acc, end = carve(slab, end, p.Br + 6, max(p.d, p.d_v))
-    state, end = carve(slab, end, 4, p.Br)
-    m, l, alpha, m_ref = state[0], state[1], state[2], state[3]
-
-    rows = open_rows(p, b, head_k * p.group, p.group, row0, slab)
-    load_tile(acc, p.q, p.q.address + b * p.q.b + rows.head0 * p.q.h, row0, rows.rows, p.d, p.group)
-    round_tile(acc, rows.rows, p.d, p.round_inputs)
-    transpose_tile(q_t, acc, rows.rows, p.d, rows.lanes, slab.dtype.type(p.scale))
-    acc[:] = 0
-    m[:] = -np.inf
-    l[:] = 0
+    rows = open_rows(p, b, head_k * p.group, p.group, row0, t.S)
+    load_queries(p, t, rows)
     k_base = p.k.address + b * p.k.b + head_k * p.k.h
     v_base = p.v.address + b * p.v.b + head_k * p.v.h
+    in_place = rows.rows <= FEW_ROWS and readable(p, t.S)
     first, last = key_range(rows)
     first = max(first, split * p.split_keys)
     last = min(last, (split + 1) * p.split_keys)
     for key0 in range(first, last, p.Bc):
         keys = min(p.Bc, last - key0)
-        load_tile(k_tile, p.k, k_base, key0, keys, p.d, 1)
-        load_tile(v_tile, p.v, v_base, key0, keys, p.d_v, 1)
-        round_tile(k_tile, keys, p.d, p.round_inputs)
-        round_tile(v_tile, keys, p.d_v, p.round_inputs)
-        score_tile(S, k_tile, v_tile, q_t, p, rows, key0, keys)
-        if softmax_step(S, m, l, alpha, m_ref, keys, rows.lanes, slab.dtype.type(p.lazy)):
-            scale_rows(acc, alpha, rows.rows, p.d_v)
-        round_tile(S, keys, rows.lanes, p.round_P)
-        matmul(acc, S.T, v_tile, rows.rows, p.d_v, keys, True)             # acc += P V
-    store_result(p, acc, m, l, rows, split)
+        if in_place:
+            k = view(p.k, k_base, key0, keys, p.d, t.S)
+            few_rows_step(p, t, k, view(p.v, v_base, key0, keys, p.d_v, t.S), rows, key0, keys)
+            continue
+        load_tile(t.k, p.k, k_base, key0, keys, p.d, 1)
+        load_tile(t.v, p.v, v_base, key0, keys, p.d_v, 1)
+        round_tile(t.k, keys, p.d, p.round_inputs)
+        round_tile(t.v, keys, p.d_v, p.round_inputs)
+        if rows.rows <= FEW_ROWS:
+            few_rows_step(p, t, t.k, t.v, rows, key0, keys)
+        else:
+            matmul(t.S, t.k, t.q_t, keys, rows.lanes, p.d, False)  # S^T = K Q^T
+            probabilities(p, t, rows, key0, keys)
+            matmul(t.acc, t.S.T, t.v, rows.rows, p.d_v, keys, True)  # acc += P V
+    store_result(p, t.acc, t.m, t.l, rows, split)
+
+
+@tile_function
+def load_queries(p, t, rows):
+    """q_t, or q for few rows, from Q with the scale folded in; acc, m and l as they start."""
+    base = p.q.address + rows.b * p.q.b + rows.head0 * p.q.h
+    load_tile(t.acc, p.q, base, rows.row0, rows.rows, p.d, p.group)
+    round_tile(t.acc, rows.rows, p.d, p.round_inputs)
+    scale = t.acc.dtype.type(p.scale)
+    if rows.rows <= FEW_ROWS:
+        for r in range(rows.rows):
+            for c in range(p.d):
+                t.q[r, c] = t.acc[r, c] * scale
+    else:
+        transpose_tile(t.q_t, t.acc, rows.rows, p.d, rows.lanes, scale)
+    t.acc[:] = 0
+    t.m[:] = -np.inf
+    t.l[:] = 0
+
+
+@tile_function
+def few_rows_step(p, t, k, v, rows, key0, keys):
+    """One key tile for few rows; k and v are the tile's or the user's memory."""
+    few_scores(t.S, k, t.q, v, rows.rows, keys, p.d)
+    probabilities(p, t, rows, key0, keys)
+    few_products(t.acc, t.S.T, v, rows.rows, p.d_v, keys)
+
+
+@tile_function
+def probabilities(p, t, rows, key0, keys):
+    """S becomes P, rounded for its product; m, l and acc move on to the new reference."""
+    finish_scores(t.S, t.k, t.v, p, rows, key0, keys)
+    lazy = t.S.dtype.type(p.lazy)
+    if softmax_step(t.S, t.m, t.l, t.alpha, t.m_ref, t.part, keys, rows.lanes, lazy):
+        scale_rows(t.acc, t.alpha, rows.rows, p.d_v)
+    round_tile(t.S, keys, rows.lanes, p.round_P)
+
+
+@tile_function
+def readable(p, slab):
+    """Whether products can read K and V in place: whole vectors of the right type, unmasked."""
+    lanes = 64 // slab.itemsize
+    kind = FLOAT64 if slab.itemsize == 8 else FLOAT32
+    return (
+        p.k.kind == kind
+        and p.round_inputs == ROUND_NOT
+        and p.d % lanes == 0
+        and p.d_v % lanes == 0
+        and p.mask.address == 0
+        and p.bias.address == 0
+    )
+
+
+@tile_function
+def view(tensor, base, key0, keys, columns, like):
+    """Keys key0 ... key0 + keys of a tensor in the user's memory."""
+    start = carray(as_pointer(base + key0 * tensor.n), (1, 1), like.dtype)
+    return as_strided(start, (keys, columns), (tensor.n, like.itemsize))
 
 
 @tile_function
 def store_result(p, acc, m, l, rows, split):
-    """out = acc / l and lse = m + ln l; rows behind q_lens, and rows that see no key: 0 and -inf."""
+    """out = acc / l, lse = m + ln l; rows behind q_lens and rows that see no key: 0 and -inf."""
     out = p.out.address + rows.b * p.out.b + rows.head0 * p.out.h
     lse = p.lse.address + rows.b * p.lse.b + rows.head0 * p.lse.h
     for r in range(min(p.Br, rows.group * p.Nq - rows.row0)):
         row = rows.row0 + r
-        inverse = 1 / l[r] if r < rows.rows and l[r] != 0 else acc.dtype.type(0)
-        m[r] = m[r] + np.log(l[r]) if r < rows.rows else -np.inf
+        if r < rows.rows and l[r] != 0:
+            for c in range(p.d_v):
+                acc[r, c] /= l[r]
+            m[r] += np.log(l[r])
+        else:
+            acc[r, :] = 0  # selected, not multiplied: scratch may hold a NaN
+            m[r] = -np.inf
         if p.splits == 1:
-            store_row(p.out, packed_address(p.out, out, row, rows.group), acc[r], p.d_v, inverse)
+            store_row(p.out, packed_address(p.out, out, row, rows.group), acc[r], p.d_v, 1)
             store_row(p.lse, packed_address(p.lse, lse, row, rows.group), m[r:], 1, 1)
         else:
-            store_partial(p, acc[r], m[r], inverse, rows, row, split)
+            store_partial(p, acc[r], m[r], rows, row, split)
 
 
 @tile_function
-def store_partial(p, values, lse, inverse, rows, row, split):
+def store_partial(p, values, lse, rows, row, split):
     """The row's share of one split, for `combine`: [splits, batch, heads_q, Nq, (d_v)]."""
     shape = (p.splits, p.batch, p.heads_q, p.Nq)
     head, i = rows.head0 + row % rows.group, row // rows.group
@@ -89,4 +167,4 @@ def store_partial(p, values, lse, inverse, rows, row, split):
     lse_partial = carray(as_pointer(p.lse_partial), shape, values.dtype)
     lse_partial[split, rows.b, head, i] = lse
     for c in range(p.d_v):
-        out_partial[split, rows.b, head, i, c] = values[c] * inverse
+        out_partial[split, rows.b, head, i, c] = values[c]

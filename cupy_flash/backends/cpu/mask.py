@@ -87,8 +87,13 @@ def hide_by_mask(S, mask, rows, key0, keys):
     step = mask.c
     for r in range(rows.rows):
         packed = rows.row0 + r
-        address = (mask.address + rows.b * mask.b + (rows.head0 + packed % rows.group) * mask.h
-                   + packed // rows.group * mask.n + key0 * mask.c)
+        address = (
+            mask.address
+            + rows.b * mask.b
+            + (rows.head0 + packed % rows.group) * mask.h
+            + packed // rows.group * mask.n
+            + key0 * mask.c
+        )
         for j in range(keys):
             visible = carray(as_pointer(address + j * step), (1,), np.uint8)[0]
             S[j, r] = S[j, r] if visible else -np.inf

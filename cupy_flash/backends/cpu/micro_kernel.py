@@ -15,77 +15,181 @@ from .jit import tile_function
 
 # 64 bytes are one AVX-512 register, two of AVX2, four of NEON: LLVM splits the vector. Six rows
 # make 6 (12 with AVX2) independent sums, enough to hide the 4 cycles of an FMA, and fit into 16
-# registers together with the operands. Measured: 99 % of the FMA peak on Zen 4, 94 to 99 % on Zen 3.
+# registers together with the operands. Measured: 99 % of the FMA peak on Zen 4.
 VECTOR_BYTES = 64
 MICRO_ROWS = 6
 # Terms that are added in one chain before the sum moves to a total: a chain over d = 256 would have
 # five times the rounding error of a BLAS product.
-CHAIN = 32
+CHAIN = 16
 
 
-@intrinsic
-def _micro_kernel(typingctx, c, a, b, i, j, depth, accumulate):
-    """c[i:i+MICRO_ROWS, j:j+lanes] (+)= a[i:i+MICRO_ROWS, :depth] @ b[:depth, j:j+lanes].
+def _pointer(builder, base, offset, kind):
+    """base + offset bytes as a pointer to `kind`."""
+    p = builder.gep(builder.bitcast(base, ir.IntType(8).as_pointer()), [offset])
+    return builder.bitcast(p, kind.as_pointer())
 
-    `a` may have any strides (a transposed view costs nothing); rows of `b` and `c` have unit stride.
-    """
-    signature = types.void(c, a, b, types.intp, types.intp, types.intp, types.boolean)
-    bits = c.dtype.bitwidth
-    lanes = VECTOR_BYTES * 8 // bits
 
-    def codegen(context, builder, sig, args):
-        index = context.get_value_type(types.intp)
-        scalar = context.get_value_type(c.dtype)
-        vector = ir.VectorType(scalar, lanes)
-        C, A, B = (context.make_array(t)(context, builder, x) for t, x in zip(sig.args, args[:3], strict=False))
-        (c_row, _), (a_row, a_col), (b_row, _) = (
-            cgutils.unpack_tuple(builder, x.strides) for x in (C, A, B)
-        )
-        _, _, _, i, j, depth, accumulate = args
-        fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{lanes}f{bits}"
-        )
+def _broadcast(builder, x, vector):
+    """All lanes of `vector` = the scalar x."""
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), x, ir.IntType(32)(0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None)
+    return builder.shuffle_vector(one, one, zeros)
 
-        def at(base, offset, kind):
-            p = builder.gep(builder.bitcast(base, ir.IntType(8).as_pointer()), [offset])
-            return builder.bitcast(p, kind.as_pointer())
 
-        def broadcast(x):
-            one = builder.insert_element(ir.Constant(vector, ir.Undefined), x, ir.IntType(32)(0))
-            zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), None)
-            return builder.shuffle_vector(one, one, zeros)
+def _fma(builder, vector):
+    """LLVM's fused multiply-add for `vector`."""
+    name = f"llvm.fma.v{vector.count}f{8 * VECTOR_BYTES // vector.count}"
+    return cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(vector, [vector] * 3), name
+    )
 
-        column = builder.mul(j, index(bits // 8))
-        rows = [builder.add(i, index(r)) for r in range(MICRO_ROWS)]
-        a_rows = [at(A.data, builder.mul(r, a_row), scalar) for r in rows]
-        c_rows = [at(C.data, builder.add(builder.mul(r, c_row), column), vector) for r in rows]
-        zero = ir.Constant(vector, None)
-        # SROA makes registers of these.
-        total = [cgutils.alloca_once_value(builder, zero) for _ in rows]
-        acc = [cgutils.alloca_once_value(builder, zero) for _ in rows]
-        with builder.if_then(accumulate):
-            for c_pointer, c_total in zip(c_rows, total, strict=True):
-                builder.store(builder.load(c_pointer, align=bits // 8), c_total)
-        with cgutils.for_range_slice(builder, index(0), depth, index(CHAIN)) as (start, _):
-            rest = builder.sub(depth, start)
-            short = builder.icmp_signed("<", rest, index(CHAIN))
-            for c_acc in acc:
-                builder.store(zero, c_acc)
-            with cgutils.for_range(builder, builder.select(short, rest, index(CHAIN))) as loop:
-                k = builder.add(start, loop.index)
-                b_offset = builder.add(builder.mul(k, b_row), column)
-                b_vector = builder.load(at(B.data, b_offset, vector), align=bits // 8)
-                a_offset = builder.mul(k, a_col)
-                for a_pointer, c_acc in zip(a_rows, acc, strict=True):
-                    a_vector = broadcast(builder.load(at(a_pointer, a_offset, scalar)))
-                    builder.store(builder.call(fma, [a_vector, b_vector, builder.load(c_acc)]), c_acc)
-            for c_acc, c_total in zip(acc, total, strict=True):
-                builder.store(builder.fadd(builder.load(c_total), builder.load(c_acc)), c_total)
-        for c_pointer, c_total in zip(c_rows, total, strict=True):
-            builder.store(builder.load(c_total), c_pointer, align=bits // 8)
-        return context.get_dummy_value()
 
-    return signature, codegen
+def _prefetch(builder, base, offset):
+    """Ask for the line at base + offset bytes; no address can fault."""
+    flag = ir.IntType(32)
+    line = _pointer(builder, base, offset, ir.IntType(8))
+    kind = ir.FunctionType(ir.VoidType(), [line.type, flag, flag, flag])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(prefetch, [line, flag(0), flag(2), flag(1)])  # read, into L2, data
+
+
+def _make_micro_kernel(rows, vectors):
+    """The product of `rows` rows by `vectors` vectors of columns."""
+
+    @intrinsic
+    def micro_kernel(typingctx, c, a, b, i, j, depth, accumulate):
+        """c[i:i+rows, j:j+lanes*vectors] (+)= a[i:i+rows, :depth] @ b[:depth, j:j+lanes*vectors].
+
+        `a` may have any strides (a transposed view costs nothing), rows of b and c unit stride.
+        """
+        signature = types.void(c, a, b, types.intp, types.intp, types.intp, types.boolean)
+        bits = c.dtype.bitwidth
+
+        def codegen(context, builder, sig, args):
+            index = context.get_value_type(types.intp)
+            scalar = context.get_value_type(c.dtype)
+            vector = ir.VectorType(scalar, VECTOR_BYTES * 8 // bits)
+            C, A, B = (
+                context.make_array(t)(context, builder, x)
+                for t, x in zip(sig.args, args[:3], strict=False)
+            )
+            (c_row, _), (a_row, a_col), (b_row, _) = (
+                cgutils.unpack_tuple(builder, x.strides) for x in (C, A, B)
+            )
+            _, _, _, i, j, depth, accumulate = args
+            fma, zero = _fma(builder, vector), ir.Constant(vector, None)
+            columns = [
+                builder.add(builder.mul(j, index(bits // 8)), index(VECTOR_BYTES * n))
+                for n in range(vectors)
+            ]
+            lines = [builder.add(i, index(r)) for r in range(rows)]
+            a_rows = [_pointer(builder, A.data, builder.mul(r, a_row), scalar) for r in lines]
+            c_cells = [
+                _pointer(builder, C.data, builder.add(builder.mul(r, c_row), n), vector)
+                for r in lines
+                for n in columns
+            ]
+            # SROA makes registers of these.
+            total = [cgutils.alloca_once_value(builder, zero) for _ in c_cells]
+            acc = [cgutils.alloca_once_value(builder, zero) for _ in c_cells]
+            with builder.if_then(accumulate):
+                for cell, c_total in zip(c_cells, total, strict=True):
+                    builder.store(builder.load(cell, align=bits // 8), c_total)
+            with cgutils.for_range_slice(builder, index(0), depth, index(CHAIN)) as (start, _):
+                rest = builder.sub(depth, start)
+                short = builder.icmp_signed("<", rest, index(CHAIN))
+                for c_acc in acc:
+                    builder.store(zero, c_acc)
+                with cgutils.for_range(builder, builder.select(short, rest, index(CHAIN))) as loop:
+                    k = builder.add(start, loop.index)
+                    b_row_k, a_col_k = builder.mul(k, b_row), builder.mul(k, a_col)
+                    b_vectors = [
+                        builder.load(
+                            _pointer(builder, B.data, builder.add(b_row_k, n), vector),
+                            align=bits // 8,
+                        )
+                        for n in columns
+                    ]
+                    for r, a_pointer in enumerate(a_rows):
+                        x = builder.load(_pointer(builder, a_pointer, a_col_k, scalar))
+                        a_vector = _broadcast(builder, x, vector)
+                        for n, b_vector in enumerate(b_vectors):
+                            cell = acc[r * vectors + n]
+                            builder.store(
+                                builder.call(fma, [a_vector, b_vector, builder.load(cell)]), cell
+                            )
+                for c_acc, c_total in zip(acc, total, strict=True):
+                    builder.store(builder.fadd(builder.load(c_total), builder.load(c_acc)), c_total)
+            for cell, c_total in zip(c_cells, total, strict=True):
+                builder.store(builder.load(c_total), cell, align=bits // 8)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return micro_kernel
+
+
+def _make_dot_kernel(keys):
+    """Scores of one query row with `keys` keys: the depth lies along the lanes."""
+
+    @intrinsic
+    def dot_kernel(typingctx, s, k, q, v, j, i, depth):
+        """s[j:j+keys, i] = k[j:j+keys, :depth] @ q[i, :depth], depth rounded up to whole vectors.
+
+        Meanwhile the values of these keys, and the keys one tile on, are on their way to the cache.
+        """
+        signature = types.void(s, k, q, v, types.intp, types.intp, types.intp)
+        bits = s.dtype.bitwidth
+
+        def codegen(context, builder, sig, args):
+            index = context.get_value_type(types.intp)
+            scalar = context.get_value_type(s.dtype)
+            vector = ir.VectorType(scalar, VECTOR_BYTES * 8 // bits)
+            S, K, Q, V = (
+                context.make_array(t)(context, builder, x)
+                for t, x in zip(sig.args, args[:4], strict=False)
+            )
+            (s_row, s_col), (k_row, _), (q_row, _), (v_row, _) = (
+                cgutils.unpack_tuple(builder, x.strides) for x in (S, K, Q, V)
+            )
+            tile_bytes = builder.mul(cgutils.unpack_tuple(builder, K.shape)[0], k_row)
+            _, _, _, _, j, i, depth = args
+            fma, zero = _fma(builder, vector), ir.Constant(vector, None)
+            kind = ir.FunctionType(scalar, [scalar, vector])
+            total = cgutils.get_or_insert_function(
+                builder.module, kind, f"llvm.vector.reduce.fadd.v{vector.count}f{bits}"
+            )
+            rows = [builder.add(j, index(n)) for n in range(keys)]
+            acc = [cgutils.alloca_once_value(builder, zero) for _ in rows]
+            with cgutils.for_range_slice(builder, index(0), depth, index(vector.count)) as (c, _):
+                column = builder.mul(c, index(bits // 8))
+                q_at = builder.add(builder.mul(i, q_row), column)
+                q_vector = builder.load(_pointer(builder, Q.data, q_at, vector), align=bits // 8)
+                for row, cell in zip(rows, acc, strict=True):
+                    k_at = builder.add(builder.mul(row, k_row), column)
+                    k_vector = builder.load(
+                        _pointer(builder, K.data, k_at, vector), align=bits // 8
+                    )
+                    builder.store(builder.call(fma, [k_vector, q_vector, builder.load(cell)]), cell)
+                    _prefetch(builder, K.data, builder.add(k_at, tile_bytes))
+                    _prefetch(builder, V.data, builder.add(builder.mul(row, v_row), column))
+            for row, cell in zip(rows, acc, strict=True):
+                # `reassoc` lets LLVM add the lanes as a tree; the order is fixed all the same.
+                x = builder.call(
+                    total, [ir.Constant(scalar, 0), builder.load(cell)], fastmath=("reassoc",)
+                )
+                s_at = builder.add(builder.mul(row, s_row), builder.mul(i, s_col))
+                builder.store(x, _pointer(builder, S.data, s_at, scalar))
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return dot_kernel
+
+
+_micro_kernel = _make_micro_kernel(MICRO_ROWS, 1)
+_row_kernel, _narrow_row_kernel = _make_micro_kernel(1, 4), _make_micro_kernel(1, 1)
+_dot_kernel, _single_dot_kernel = _make_dot_kernel(MICRO_ROWS), _make_dot_kernel(1)
 
 
 @tile_function
@@ -98,3 +202,35 @@ def matmul(c, a, b, rows, columns, depth, accumulate):
     for j in range(0, columns, VECTOR_BYTES // c.itemsize):
         for i in range(0, rows, MICRO_ROWS):
             _micro_kernel(c, a, b, i, j, depth, accumulate)
+
+
+# A product of so few rows is bound by memory: it reads each key once and fills no tile of the
+# micro-kernel.
+FEW_ROWS = 4
+
+
+@tile_function
+def few_scores(S, k, q, v, rows, keys, depth):
+    """S[:keys, :rows] = k[:keys, :depth] @ q[:rows, :depth].T; `matmul` is for more rows.
+
+    Columns of k and q up to the next whole vector are read, and must be 0 in one and finite in the
+    other.
+    """
+    whole = keys // MICRO_ROWS * MICRO_ROWS
+    for i in range(rows):
+        for j in range(0, whole, MICRO_ROWS):
+            _dot_kernel(S, k, q, v, j, i, depth)
+        for j in range(whole, keys):
+            _single_dot_kernel(S, k, q, v, j, i, depth)
+
+
+@tile_function
+def few_products(acc, P, v, rows, columns, keys):
+    """acc[:rows, :columns] += P[:rows, :keys] @ v[:keys, :columns], columns in whole vectors."""
+    lanes = VECTOR_BYTES // acc.itemsize
+    wide = columns // (4 * lanes) * (4 * lanes)
+    for i in range(rows):
+        for j in range(0, wide, 4 * lanes):
+            _row_kernel(acc, P, v, i, j, keys, True)
+        for j in range(wide, columns, lanes):
+            _narrow_row_kernel(acc, P, v, i, j, keys, True)

@@ -14,11 +14,11 @@ Tensor = np.dtype([(name, "i8") for name in ("address", "b", "h", "n", "c", "kin
 # What both passes must know of the problem, in one place so that they cannot differ.
 _COMMON = [
     *((name, Tensor) for name in ("q", "k", "v", "out", "lse", "mask", "bias", "slopes")),
-    *((name, "i8") for name in ("q_lens", "kv_lens")),                  # addresses of int32 [batch]
+    *((name, "i8") for name in ("q_lens", "kv_lens")),  # addresses of int32 [batch]
     *((name, "i8") for name in ("batch", "heads_q", "heads_k", "group", "Nq", "Nk", "d", "d_v")),
     *((name, "i8") for name in ("aligned", "q_offset", "left", "right")),
     *((name, "i8") for name in ("Br", "Bc", "round_inputs", "round_P")),
-    *((name, "f8") for name in ("scale", "softcap", "lazy")),           # softcap 0: off
+    *((name, "f8") for name in ("scale", "softcap", "lazy")),  # softcap 0: off
 ]
 
 # out_partial, lse_partial: addresses of [splits, batch, heads_q, Nq, (d_v)].
@@ -28,8 +28,14 @@ ForwardParams = np.dtype(
 )
 # partial: address of [batch, heads_k, chunks, dk and dv tiles]; *_bias: extents of dbias.
 BackwardParams = np.dtype(
-    [*_COMMON, *((name, Tensor) for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")),
-     *((name, "i8") for name in ("chunks", "partial", "Nbias_q", "Nbias_k", "batch_bias", "heads_bias"))],
+    [
+        *_COMMON,
+        *((name, Tensor) for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")),
+        *(
+            (name, "i8")
+            for name in ("chunks", "partial", "Nbias_q", "Nbias_k", "batch_bias", "heads_bias")
+        ),
+    ],
     align=True,
 )
 
@@ -51,24 +57,40 @@ def pack(plan, launch, operands, buffers):
 def _common(problem, config, operands):
     p, mask = problem, problem.mask
     return {
-        **{name: _tensor(getattr(operands, name))
-           for name in ("q", "k", "v", "out", "lse", "mask", "bias")},
+        **{
+            name: _tensor(getattr(operands, name))
+            for name in ("q", "k", "v", "out", "lse", "mask", "bias")
+        },
         "slopes": _tensor(operands.slopes),
-        "q_lens": _address(operands.q_lens), "kv_lens": _address(operands.kv_lens),
-        "batch": p.batch, "heads_q": p.heads_q, "heads_k": p.heads_k, "group": p.group,
-        "Nq": p.Nq, "Nk": p.Nk, "d": p.d, "d_v": p.d_v,
-        "aligned": mask.q_offset is None, "q_offset": mask.q_offset or 0,
-        "left": mask.left, "right": mask.right,
-        "Br": config.Br, "Bc": config.Bc,
+        "q_lens": _address(operands.q_lens),
+        "kv_lens": _address(operands.kv_lens),
+        "batch": p.batch,
+        "heads_q": p.heads_q,
+        "heads_k": p.heads_k,
+        "group": p.group,
+        "Nq": p.Nq,
+        "Nk": p.Nk,
+        "d": p.d,
+        "d_v": p.d_v,
+        "aligned": mask.q_offset is None,
+        "q_offset": mask.q_offset or 0,
+        "left": mask.left,
+        "right": mask.right,
+        "Br": config.Br,
+        "Bc": config.Bc,
         "round_inputs": ROUND_TF32 if p.precision == "tf32" else ROUND_NOT,
-        "round_P": _round_P(p, config), "scale": p.scale, "softcap": p.softcap, "lazy": config.lazy,
+        "round_P": _round_P(p, config),
+        "scale": p.scale,
+        "softcap": p.softcap,
+        "lazy": config.lazy,
     }
 
 
 def _forward(problem, launch, operands, buffers):
     splits = launch.splits
     return {
-        "splits": splits, "split_keys": -(-problem.Nk // splits),
+        "splits": splits,
+        "split_keys": -(-problem.Nk // splits),
         "out_partial": _address(buffers.get("out_partial")),
         "lse_partial": _address(buffers.get("lse_partial")),
     }
@@ -77,9 +99,16 @@ def _forward(problem, launch, operands, buffers):
 def _backward(problem, launch, operands, buffers):
     b, h, n, c = problem.bias_shape or (0, 0, 0, 0)
     return {
-        **{name: _tensor(getattr(operands, name)) for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")},
-        "chunks": launch.splits, "partial": _address(buffers.get("partial")),
-        "batch_bias": b, "heads_bias": h, "Nbias_q": n, "Nbias_k": c,
+        **{
+            name: _tensor(getattr(operands, name))
+            for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")
+        },
+        "chunks": launch.splits,
+        "partial": _address(buffers.get("partial")),
+        "batch_bias": b,
+        "heads_bias": h,
+        "Nbias_q": n,
+        "Nbias_k": c,
     }
 
 
@@ -91,7 +120,7 @@ def _round_P(problem, config):
 
 
 def _tensor(array):
-    """The Tensor fields of an array (batch, head, row, column), of its first axes if it has fewer."""
+    """The Tensor fields of an array of up to four axes (batch, head, row, column)."""
     if array is None:
         return (0, 0, 0, 0, 0, 0)
     strides = (*array.strides, 0, 0)[:4]

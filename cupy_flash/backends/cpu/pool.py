@@ -1,6 +1,7 @@
-"""The threads of the CPU path: a plain pool, so that forks, Dask and eight callers at once are safe.
+"""The threads of the CPU path: a plain pool, safe for forks, Dask and eight callers at once.
 
-Numba's own threading layers abort the process when two threads enter them, or break forked children.
+Numba's own threading layers abort the process when two threads enter them, or break forked
+children.
 """
 
 import os
@@ -14,12 +15,12 @@ _executor = None
 
 
 def run(kernel, params, slabs):
-    """The kernel once per slab, each worker taking tasks from one counter; the caller is a worker."""
+    """The kernel once per slab; the workers, the caller among them, take tasks from one counter."""
     tasks = np.zeros(1, np.int64)
     helpers = [_pool().submit(kernel, params, slab, tasks) for slab in slabs[1:]]
     kernel(params, slabs[0], tasks)
     for helper in helpers:
-        if not helper.cancel():         # still waiting behind another call: its work is done already
+        if not helper.cancel():  # still waiting behind another call: its work is done already
             helper.result()
 
 

@@ -11,12 +11,11 @@ from .micro_kernel import matmul
 
 
 @tile_function
-def score_tile(S, k_tile, v_tile, q_t, p, rows, key0, keys):
-    """S^T = K Q^T and all that follows, for `keys` keys from key0; the scale is already in q_t.
+def finish_scores(S, k_tile, v_tile, p, rows, key0, keys):
+    """S^T = scale K Q^T becomes the scores of `keys` keys from key0.
 
     Keys that a mask or bias hides from every row are zeroed in k_tile and v_tile.
     """
-    matmul(S, k_tile, q_t, keys, rows.lanes, p.d, False)
     if p.softcap != 0:
         _cap(S, keys, rows.lanes, S.dtype.type(p.softcap))
     if p.slopes.address != 0:
@@ -94,8 +93,13 @@ def _add_bias_of(S, bias, rows, key0, keys, dtype):
     step = bias.c
     for r in range(rows.rows):
         packed = rows.row0 + r
-        address = (bias.address + rows.b * bias.b + (rows.head0 + packed % rows.group) * bias.h
-                   + packed // rows.group * bias.n + key0 * bias.c)
+        address = (
+            bias.address
+            + rows.b * bias.b
+            + (rows.head0 + packed % rows.group) * bias.h
+            + packed // rows.group * bias.n
+            + key0 * bias.c
+        )
         for j in range(keys):
             x = S.dtype.type(widen(carray(as_pointer(address + j * step), (1,), dtype)[0]))
             S[j, r] = S[j, r] + x if x != -np.inf else x

@@ -9,34 +9,43 @@ import numpy as np
 from .elementary import exp
 from .jit import tile_function
 
+CHAIN = 16  # probabilities that are added in one chain
+
 
 @tile_function
-def softmax_step(S, m, l, alpha, m_ref, keys, lanes, lazy):
+def softmax_step(S, m, l, alpha, m_ref, part, keys, lanes, lazy):
     """One key tile: S becomes P; m, l move on; True if any alpha is not 1.
 
     m_new = max(m, rowmax(S)); m_ref = 0 if m_new == -inf else m_new; alpha = exp(m - m_ref);
     P = exp(S - m_ref); l = alpha l + rowsum(P).
     The reference is lazy: it moves only when the maximum passes it by `lazy`. The division by l at
-    the end cancels any common reference; P stays below exp(lazy).
+    the end cancels any common reference; P stays below exp(lazy). An error of l is common to a row
+    of out, and delta = rowsum(dO * O) adds it up d_v times: so l is summed in short chains.
+    part, m_ref: room for a row of lanes.
     """
     for i in range(lanes):
         m_ref[i] = -np.inf
     for j in range(keys):
         for i in range(lanes):
-            m_ref[i] = S[j, i] if S[j, i] > m_ref[i] else m_ref[i]     # a NaN shows up in P
+            m_ref[i] = S[j, i] if S[j, i] > m_ref[i] else m_ref[i]  # a NaN shows up in P
     moved = False
     for i in range(lanes):
         m_new = m_ref[i] if m_ref[i] > m[i] + lazy else m[i]
-        m_ref[i] = 0 if m_new == -np.inf else m_new                   # rows with nothing visible yet
+        m_ref[i] = 0 if m_new == -np.inf else m_new  # rows with nothing visible yet
         alpha[i] = exp(m[i] - m_ref[i])
         moved = moved or alpha[i] != 1
         m[i] = m_new
         l[i] = alpha[i] * l[i]
-    for j in range(keys):
+    for j0 in range(0, keys, CHAIN):
         for i in range(lanes):
-            p = exp(S[j, i] - m_ref[i])
-            S[j, i] = p
-            l[i] += p
+            part[i] = 0
+        for j in range(j0, min(j0 + CHAIN, keys)):
+            for i in range(lanes):
+                p = exp(S[j, i] - m_ref[i])
+                S[j, i] = p
+                part[i] += p
+        for i in range(lanes):
+            l[i] += part[i]
     return moved
 
 

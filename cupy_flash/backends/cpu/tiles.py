@@ -9,7 +9,14 @@ import numpy as np
 from numba import carray
 
 from .dtypes import (
-    BFLOAT16, FLOAT16, FLOAT32, ROUND_NOT, round_to_tf32, to_bfloat16, to_float16, widen,
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    ROUND_NOT,
+    round_to_tf32,
+    to_bfloat16,
+    to_float16,
+    widen,
 )
 from .jit import as_pointer, tile_function
 from .micro_kernel import VECTOR_BYTES
