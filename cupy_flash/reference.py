@@ -108,7 +108,7 @@ def _forward(q, k, v, dtype, rounded, *, scale=None, causal=False, q_offset=None
         if bias is not None:
             S = S + bias
         if alibi_slopes is not None:
-            slopes = np.asarray(alibi_slopes, dtype).reshape(-1, Hq, 1, 1)
+            slopes = np.asarray(alibi_slopes, dtype)[..., None, None]
             S = S - slopes * np.abs(position - j).astype(dtype)
         S = np.where(visible, S, -np.inf)
 
