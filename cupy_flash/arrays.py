@@ -1,35 +1,79 @@
 """User arrays: which library they belong to, taking them in without a copy, checking buffers."""
 
+from contextlib import nullcontext
+from functools import cache, lru_cache
+from typing import NamedTuple
+
 import numpy as np
 
 _CPU_DEVICES = (1, 3)       # DLPack: kDLCPU and kDLCUDAHost (pinned host memory)
-_OVERLAP_EFFORT = 10_000    # bound on the exact search; where it gives up, arrays count as overlapping
+_OVERLAP_EFFORT = 10_000    # bound on the exact search; if it gives up, arrays count as overlapping
+
+
+class Layout(NamedTuple):
+    """An array without its elements and its address: all that most of the validation looks at."""
+
+    shape: tuple
+    strides: tuple
+    dtype: np.dtype
+    aligned: bool
+
+    @property
+    def ndim(self):
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def dense(self):
+        """Whether kernels can read it as it is: last axis contiguous, elements aligned."""
+        itemsize = self.dtype.itemsize
+        return self.aligned and (self.shape[-1] <= 1 or self.strides[-1] == itemsize
+                                 or 0 in self.shape)
+
+
+@cache
+def library(kind):
+    """``"numpy"`` or ``"cupy"`` for a class of arrays that is used as it is, else None.
+
+    A CuPy array is known by its class's name, so that CuPy need not be imported.
+    """
+    if issubclass(kind, np.ndarray):
+        return None if issubclass(kind, (np.ma.MaskedArray, np.matrix)) else "numpy"
+    names = {(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__}
+    return "cupy" if ("cupy", "ndarray") in names else None
 
 
 def family(x):
     """``"cpu"``, ``"gpu"`` or None for an object that is no array."""
+    known = library(type(x))
+    if known is not None:
+        return "cpu" if known == "numpy" else "gpu"
     if isinstance(x, np.ndarray):
-        return None if isinstance(x, (np.ma.MaskedArray, np.matrix)) else "cpu"
+        return None
     if hasattr(x, "__dlpack_device__"):
         return "cpu" if int(x.__dlpack_device__()[0]) in _CPU_DEVICES else "gpu"
     return "gpu" if hasattr(x, "__cuda_array_interface__") else None
 
 
-def check_families(named):
-    """Every object an array, all of one family, and of one that this version computes on."""
+def common_family(named):
+    """The family of all objects; TypeError if one is no array, or if there are two families.
+
+    Arrays of one library, which need not be taken in, have its name for a family.
+    """
+    libraries = {library(type(x)) for x in named.values()}
+    if len(libraries) == 1 and None not in libraries:
+        return libraries.pop()
     families = {}
     for name, x in named.items():
         kind = family(x)
         if kind is None:
-            raise TypeError(f"`{name}` is a {type(x).__module__}.{type(x).__qualname__}, expected a "
-                            "NumPy array (or an object with DLPack)")
+            raise TypeError(f"`{name}` is a {type(x).__module__}.{type(x).__qualname__}, expected "
+                            "a NumPy or CuPy array (or an object with DLPack)")
         families.setdefault(kind, name)
     if len(families) > 1:
-        raise TypeError(f"`{families['gpu']}` is on a GPU, but `{families['cpu']}` is in CPU memory: "
-                        "all arrays must be on the same side")
-    if "gpu" in families:
-        raise NotImplementedError(f"`{families['gpu']}` is on a GPU: this version computes on the "
-                                  "CPU only; pass NumPy arrays (cupy.asnumpy(x))")
+        raise TypeError(f"`{families['gpu']}` is on a GPU, but `{families['cpu']}` is in CPU "
+                        "memory: all arrays must be on the same side")
+    return next(iter(families))
 
 
 def take(name, x):
@@ -45,25 +89,60 @@ def take(name, x):
         raise TypeError(f"`{name}` cannot be taken in through DLPack: {error}") from error
 
 
-def unit_stride(x):
-    """Whether kernels can read `x` as it is: last axis contiguous, elements aligned."""
-    return x.flags.aligned and (x.shape[-1] <= 1 or x.strides[-1] == x.itemsize or x.size == 0)
+def layouts(arrays):
+    """The fields of each array's `Layout` by name, as a tuple; checks what the addresses say.
+
+    CuPy arrays must lie on one device, and at addresses that the device can read.
+    """
+    found, where = [], None
+    for name, x in arrays.items():
+        if isinstance(x, np.ndarray):
+            found.append((name, x.shape, x.strides, x.dtype, x.flags.aligned))
+            continue
+        data, dtype = x.data, x.dtype
+        if where is None:
+            where = data.device_id
+        if data.device_id != where:
+            raise ValueError(f"`{name}` is on GPU {data.device_id}, but `{next(iter(arrays))}` is "
+                             f"on GPU {where}: all arrays must be on the same GPU")
+        if data.ptr % dtype.itemsize:
+            raise ValueError(f"`{name}` starts at an address that is no multiple of its "
+                             f"{dtype.itemsize}-byte elements, expected one: pass a copy")
+        found.append((name, x.shape, x.strides, dtype, True))
+    return tuple(found)
 
 
-def check_buffer(name, x, shape, dtype, others):
-    """A result buffer: right shape and type, writable, every element once, apart from `others`."""
-    if x.dtype != dtype or not x.dtype.isnative:
-        raise TypeError(f"`{name}` has dtype {x.dtype}, expected {dtype}: results are not cast")
-    if x.shape != shape:
-        raise ValueError(f"`{name}` has shape {x.shape}, expected {shape}")
+def on_device_of(x):
+    """A context in which CuPy works on the device of `x`; for a NumPy array one without effect."""
+    return nullcontext() if isinstance(x, np.ndarray) else x.device
+
+
+def check_buffer(name, x, others):
+    """A result buffer: writable, every element once, apart from the arrays in `others`."""
+    x = _addresses(x)
     if not (x.flags.writeable and x.flags.aligned):
-        raise ValueError(f"`{name}` is read-only or not aligned, expected a writable, aligned array")
+        raise ValueError(f"`{name}` is read-only or not aligned, expected a writable, aligned "
+                         "array")
     if _overlaps_itself(x):
         raise ValueError(f"`{name}` has strides {x.strides} for shape {x.shape}: elements overlap, "
                          "expected each to have memory of its own")
     for other_name, other in others.items():
-        if other is not None and _overlap(x, other):
-            raise ValueError(f"`{name}` overlaps `{other_name}` in memory, expected a buffer of its own")
+        if _overlap(x, _addresses(other)):
+            raise ValueError(f"`{name}` overlaps `{other_name}` in memory, expected a buffer of "
+                             "its own")
+
+
+class _Addresses:
+    """The layout of a CuPy array as NumPy takes it in. Nothing ever looks at the elements."""
+
+    def __init__(self, x):
+        self.__array_interface__ = {"version": 3, "shape": x.shape, "strides": x.strides,
+                                    "typestr": f"|V{x.itemsize}", "data": (x.data.ptr, False)}
+
+
+def _addresses(x):
+    """A NumPy array with the addresses of `x`, so that NumPy's test of overlaps serves both."""
+    return x if isinstance(x, np.ndarray) else np.asarray(_Addresses(x))
 
 
 def _overlap(x, other):
@@ -75,11 +154,24 @@ def _overlap(x, other):
 
 def _overlaps_itself(x):
     reach = x.itemsize
-    for stride, extent in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
+    extents = zip(x.strides, x.shape, strict=True)
+    for stride, extent in sorted((abs(s), n) for s, n in extents if n > 1):
         if stride < reach:
             return x.size > 0
         reach = stride * (extent - 1) + reach
     return False
+
+
+@lru_cache(maxsize=4096)
+def memory_order(strides):
+    """The axes before the last as they follow each other in memory, and the way back.
+
+    An array allocated in this order and transposed back has the axes of the array with these
+    strides, in the order of its memory.
+    """
+    axes = range(len(strides) - 1)
+    order = sorted(axes, key=lambda axis: (strides[axis] != 0, -abs(strides[axis])))
+    return tuple(order), tuple(sorted(axes, key=order.__getitem__))
 
 
 def empty_rows_like(x, columns, dtype):
@@ -88,7 +180,13 @@ def empty_rows_like(x, columns, dtype):
     The axes before the last keep the order that they have in memory, so that the result for a
     transposed view is the same view of a contiguous array.
     """
-    axes = range(x.ndim - 1)
-    order = sorted(axes, key=lambda axis: (x.strides[axis] != 0, -abs(x.strides[axis])))
+    order, back = memory_order(x.strides)
     dense = np.empty([*(x.shape[axis] for axis in order), columns], dtype)
-    return dense.transpose([*np.argsort(order), x.ndim - 1])
+    return dense.transpose(*back, x.ndim - 1)
+
+
+def dense_copy(x):
+    """A copy of a NumPy or CuPy array with rows contiguous, the other axes ordered as in memory."""
+    order, back = memory_order(x.strides)
+    last = x.ndim - 1
+    return x.transpose(*order, last).copy(order="C").transpose(*back, last)

@@ -2,7 +2,10 @@
 
 import os
 import sys
+from functools import cache
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from . import device
 from .bind import Options, bind_backward, bind_forward
@@ -97,7 +100,7 @@ def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, 
     ValueError
         Shapes, lengths or numbers out of range, or an `out` that overlaps an input.
     NotImplementedError
-        Arrays on a GPU.
+        A GPU older than compute capability 8.0.
 
     Notes
     -----
@@ -229,20 +232,37 @@ def explain(q, k, v, **options):
     TypeError, ValueError, NotImplementedError
         As `attention`.
     """
-    problem, _ = bind_forward(q, k, v, Options(**options))
-    plans = (make_plan(direction, problem, device.cpu()) for direction in ("forward", "backward"))
+    problem, operands = bind_forward(q, k, v, Options(**options))
+    where = _device(operands)
+    plans = (make_plan(direction, problem, where) for direction in ("forward", "backward"))
     return "\n".join(map(str, plans))
 
 
 def _run(direction, problem, operands):
     """The operands with all results."""
-    plan = make_plan(direction, problem, device.cpu())
+    where = _device(operands)
+    plan = make_plan(direction, problem, where)
     if os.environ.get("CUPY_FLASH_PRINT_PLAN") == "1":
         print(plan, file=sys.stderr)
-    from .backends import cpu       # Numba loads with the first call, not with the package
-    return cpu.run(plan, operands)
+    return _backend(where.kind).run(plan, operands)
+
+
+def _device(operands):
+    """Where the arrays are."""
+    q = operands.q
+    return device.cpu() if isinstance(q, np.ndarray) else device.gpu(q.device.id)
+
+
+@cache
+def _backend(kind):
+    """The module that computes there; Numba and CuPy load with the first call that needs them."""
+    if kind == "cuda":
+        from .backends import cuda
+        return cuda
+    from .backends import cpu
+    return cpu
 
 
 def _leading(x, ndim):
     """The array without the axes of extent 1 that `bind` put in front."""
-    return x[(0,) * (x.ndim - ndim)]
+    return x if x.ndim == ndim else x.reshape(x.shape[x.ndim - ndim:])

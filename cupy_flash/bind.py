@@ -1,25 +1,37 @@
 """From a call to a `Problem` and its `Operands`: all validation of the library, and only here.
 
-Every message starts with the argument's name, then says what came and what is expected.
+Every message starts with the argument's name, then says what came and what is expected. What can be
+said without looking at an element is said about layouts, by `_problem`, which remembers: a repeated
+call is recognised by its layouts and numbers, and only its arrays are looked at again.
 """
 
 import math
 import operator
-from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import check_buffer, check_families, empty_rows_like, take, unit_stride
+from . import device
+from .arrays import (
+    Layout,
+    check_buffer,
+    common_family,
+    dense_copy,
+    layouts,
+    library,
+    on_device_of,
+    take,
+)
 from .problem import UNLIMITED, Mask, Operands, Problem, accumulator_of
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
+_BUFFERS = ("dq", "dk", "dv")
 _ARRAY_OPTIONS = ("mask", "bias", "alibi_slopes", "q_lens", "kv_lens")
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What may be said beside q, k, v; the words of `cupy_flash.attention`."""
 
     scale: Any = None
@@ -43,92 +55,129 @@ def bind_forward(q, k, v, options, out=None, out_dtype=None):
     problem : Problem
     operands : Operands
     """
-    arrays = _take_all(options, q=q, k=k, v=v, out=out)
-    problem, operands = _bind_common(arrays, options)
-    dtype = _result_dtype("out_dtype", out_dtype, problem)
-    problem = replace(problem, out_dtype=dtype.name)
+    arrays = {"q": q, "k": k, "v": v}
     if out is not None:
-        shape = (*arrays["q"].shape[:-1], problem.d_v)
-        check_buffer("out", arrays["out"], shape, dtype, _inputs(arrays, "out"))
-        operands = operands._replace(out=_four_axes(arrays["out"]))
-    return problem, operands
+        arrays["out"] = out
+    return _bind("forward", arrays, options, ("out_dtype", out_dtype))
 
 
 def bind_backward(dout, q, k, v, out, lse, options, *, dlse=None, deterministic=False,
                   grad_dtype=None, dq=None, dk=None, dv=None):
     """Problem and operands of a backward call; see `bind_forward`."""
-    buffers = {"dq": dq, "dk": dk, "dv": dv}
-    arrays = _take_all(options, q=q, k=k, v=v, dout=dout, out=out, lse=lse, dlse=dlse, **buffers)
-    problem, operands = _bind_common(arrays, options)
     _check_flag("deterministic", deterministic)
-    rows = arrays["q"].shape[:-1]
-    accumulator = np.dtype(problem.accumulator)
-    for name in ("dout", "out"):
-        allowed = (arrays["q"].dtype, accumulator)
-        _check_array(name, arrays[name], (*rows, problem.d_v), allowed)
-    for name in ("lse", "dlse"):
-        if arrays.get(name) is not None:
-            _check_array(name, arrays[name], rows, (accumulator,))
-    grad = None if grad_dtype is None else _result_dtype("grad_dtype", grad_dtype, problem)
-    problem = replace(problem, out_dtype=(grad or arrays["q"].dtype).name,
-                       has_dlse=dlse is not None)
-    if grad is not None and problem.bias_shape:
-        problem = replace(problem, dbias_dtype=grad.name)
-    for name, buffer in buffers.items():
-        if buffer is not None:
-            like = arrays[name[1]]
-            others = _inputs(arrays, name)
-            check_buffer(name, arrays[name], like.shape, grad or like.dtype, others)
-    dense, copied = _dense({name: arrays[name] for name in ("dout", "out")})
-    problem = replace(problem, copied=problem.copied + copied)
-    given = {name: _four_axes(x) for name, x in arrays.items() if name in buffers}
-    return problem, operands._replace(
-        dout=_four_axes(dense["dout"]), out=_four_axes(dense["out"]), lse=_three_axes(arrays["lse"]),
-        dlse=None if dlse is None else _three_axes(arrays["dlse"]), **given,
-    )
+    arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+    optional = {"dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+    arrays |= {name: x for name, x in optional.items() if x is not None}
+    return _bind("backward", arrays, options, ("grad_dtype", grad_dtype))
 
 
-def _take_all(options, **arrays):
-    """All arrays of the call by name, as NumPy arrays; absent ones are left out."""
-    arrays |= {name: getattr(options, name) for name in _ARRAY_OPTIONS}
-    required = ("q", "k", "v", "dout", "lse")
-    named = {name: x for name, x in arrays.items() if x is not None or name in required}
-    check_families(named)
-    return {name: take(name, x) for name, x in named.items()}
+def _bind(direction, arrays, options, wanted):
+    """Both passes; `wanted` is the argument that names the results' dtype, and its value."""
+    arrays = _take_all(arrays, options)
+    problem = _problem(direction, layouts(arrays), *_numbers(options), *_result_dtype(*wanted))
+    for name in _BUFFERS if direction == "backward" else ("out",):
+        if name in arrays:
+            check_buffer(name, arrays[name], {o: x for o, x in arrays.items() if o != name})
+    if problem.copied:
+        with on_device_of(arrays["q"]):
+            arrays |= {name: dense_copy(arrays[name]) for name in problem.copied}
+    for name, extent in (("q_lens", problem.Nq), ("kv_lens", problem.Nk)):
+        if name in arrays:
+            arrays[name] = _lens(name, arrays[name], extent)
+    if "alibi_slopes" in arrays:
+        arrays["slopes"] = arrays.pop("alibi_slopes")
+    operands = Operands(**arrays)
+    if isinstance(operands.q, np.ndarray):
+        operands = four_axes(problem, operands)
+    return problem, operands        # the CUDA backend makes such views once for a problem
 
 
-def _bind_common(arrays, options):
-    """What both passes share: q, k, v and the options."""
-    q, k, v = (arrays[name] for name in "qkv")
+def four_axes(problem, operands):
+    """The operands with the axes that kernels know: (batch, head, row, column) of all, broadcast.
+
+    `lse` and `dlse` get three axes, slopes (batch, head).
+    """
+    full = (problem.batch, problem.heads_q, problem.Nq, problem.Nk)
+    shapes = {"mask": full, "bias": full, "slopes": full[:2]}
+    axes = {**dict.fromkeys(("q", "k", "v", "out", "dout", *_BUFFERS), 4), "lse": 3, "dlse": 3}
+    given = {name: x for name, x in operands._asdict().items() if x is not None}
+    for name, x in given.items():
+        if name in shapes:
+            given[name] = np.broadcast_to(x, shapes[name])
+        elif name in axes and x.ndim < axes[name]:
+            given[name] = x.reshape((1,) * (axes[name] - x.ndim) + x.shape)
+    return Operands(**given)
+
+
+def _take_all(arrays, options):
+    """All arrays of the call by name, as NumPy or CuPy arrays; absent options are left out."""
+    for name in _ARRAY_OPTIONS:
+        x = getattr(options, name)
+        if x is not None:
+            arrays[name] = x
+    family = common_family(arrays)
+    if family == "cpu":
+        return {name: take(name, x) for name, x in arrays.items()}
+    if family == "gpu":
+        return {name: x if library(type(x)) else device.adopt(name, x)
+                for name, x in arrays.items()}
+    return arrays
+
+
+def _numbers(options):
+    """Scale, softcap, left, right, q_offset and precision, checked as far as they stand alone."""
+    scale = None if options.scale is None else _real("scale", options.scale)
+    softcap = 0.0 if options.softcap is None else _softcap(options.softcap)
+    left, right, offset = _positions(options)
+    if options.precision not in (None, "tf32x3", "tf32"):
+        raise ValueError(f"`precision` is {options.precision!r}, expected 'tf32x3' (the default) "
+                         "or 'tf32'")
+    return scale, softcap, left, right, offset, options.precision
+
+
+@lru_cache(maxsize=4096)
+def _problem(direction, arrays, scale, softcap, left, right, q_offset, precision, wanted_name,
+             wanted):
+    """The `Problem` of a call, after every check that needs no element and no address."""
+    named = {name: Layout(*fields) for name, *fields in arrays}
+    q, k, v = (named[name] for name in "qkv")
     _check_dtypes(q, k, v)
     batch, heads_q, heads_k = _check_shapes(q, k, v)
-    extents = {"batch": batch, "heads_q": heads_q, "heads_k": heads_k, "Nq": q.shape[-2],
-               "Nk": k.shape[-2], "d": q.shape[-1], "d_v": v.shape[-1]}
     full = (batch, heads_q, q.shape[-2], k.shape[-2])
-    mask, bias, slopes = (arrays.get(name) for name in ("mask", "bias", "alibi_slopes"))
-    bias_shape = None
-    if mask is not None:
-        _check_dtype("mask", mask, ("bool",), " (True = may attend)")
-        mask = _broadcast("mask", mask, full)
-    if bias is not None:
-        _check_dtype("bias", bias, DTYPES)
-        bias_shape = (1,) * (4 - bias.ndim) + bias.shape
-        bias = _broadcast("bias", bias, full)
-    if slopes is not None:
-        slopes = _slopes(slopes, batch, heads_q)
-    lens = {name: _lens(name, arrays.get(name), batch, extents[extent])
-            for name, extent in (("q_lens", "Nq"), ("kv_lens", "Nk"))}
-    dense, copied = _dense({"q": q, "k": k, "v": v})
-    problem = Problem(
-        **extents, dtype=q.dtype.name, out_dtype=q.dtype.name,
-        precision=_precision(options.precision, q.dtype), scale=_scale(options.scale, q.shape[-1]),
-        softcap=_softcap(options.softcap), mask=_mask(options), bias_shape=bias_shape,
-        dbias_dtype=None if bias is None else bias.dtype.name,
-        has_mask=mask is not None, has_alibi=slopes is not None, copied=copied,
-        **{f"has_{name}": x is not None for name, x in lens.items()},
+    _check_options(named, full)
+    if precision is not None and q.dtype != np.float32:
+        raise ValueError(f"`precision` is {precision!r} for {q.dtype} inputs, expected None: it "
+                         "applies to float32 only")
+    if q.dtype == np.float32:
+        precision = precision or "tf32x3"
+    dtype = _allowed_result(wanted_name, wanted, q.dtype.name)
+    bias = named.get("bias")
+    if direction == "forward":
+        buffers = {"out": (*q.shape[:-1], v.shape[-1])}
+    else:
+        _check_results(named)
+        buffers = {name: named[name[1]].shape for name in _BUFFERS}
+    for name, shape in buffers.items():
+        if name in named:
+            _check_result_buffer(name, named[name], shape, dtype)
+    for name, x in named.items():
+        _check_strides(name, x)
+    return Problem(
+        batch=batch, heads_q=heads_q, heads_k=heads_k, Nq=q.shape[-2], Nk=k.shape[-2],
+        d=q.shape[-1], d_v=v.shape[-1], dtype=q.dtype.name, out_dtype=dtype.name,
+        precision=precision, scale=q.shape[-1]**-0.5 if scale is None else scale, softcap=softcap,
+        mask=Mask(left, right, q_offset),
+        bias_shape=None if bias is None else (1,) * (4 - bias.ndim) + bias.shape,
+        dbias_dtype=None if bias is None else (bias.dtype if wanted is None else dtype).name,
+        copied=tuple(name for name in _dense_operands(direction) if not named[name].dense),
+        has_alibi="alibi_slopes" in named, layouts=arrays, **{
+            f"has_{name}": name in named for name in ("mask", "q_lens", "kv_lens", "dlse")},
     )
-    four = {name: _four_axes(x) for name, x in dense.items()}
-    return problem, Operands(**four, mask=mask, bias=bias, slopes=slopes, **lens)
+
+
+def _dense_operands(direction):
+    """Operands whose rows the kernels read as they lie."""
+    return ("q", "k", "v") if direction == "forward" else ("q", "k", "v", "dout", "out")
 
 
 def _check_dtypes(q, k, v):
@@ -156,21 +205,22 @@ def _check_shapes(q, k, v):
             raise ValueError(f"`{name}` has {x.ndim} axes (shape {x.shape}), but `q` has {q.ndim} "
                              f"(shape {q.shape}): all three must have as many, {layout}")
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
-            raise ValueError(f"`{name}` has head dim {x.shape[-1]} (shape {x.shape}), expected 1 to "
-                             f"{MAX_HEAD_DIM}")
+            raise ValueError(f"`{name}` has head dim {x.shape[-1]} (shape {x.shape}), expected 1 "
+                             f"to {MAX_HEAD_DIM}")
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"`k` has head dim {k.shape[-1]}, but `q` has {q.shape[-1]}: both must be "
                          f"equal (q {q.shape}, k {k.shape}; {layout})")
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"`v` has shape {v.shape}, but `k` has {k.shape}: all axes but the last "
                          f"must be equal, {layout}")
-    (batch, heads_q), (batch_k, heads_k) = (((1, 1) + x.shape[:-2])[-2:] for x in (q, k))
+    (batch, heads_q), (batch_k, heads_k) = ((1, 1, *x.shape[:-2])[-2:] for x in (q, k))
     if batch_k != batch:
         raise ValueError(f"`k` has batch {batch_k} (shape {k.shape}), but `q` has {batch} (shape "
                          f"{q.shape}): both must be equal, {layout}")
     if heads_q != heads_k and (heads_k == 0 or heads_q % heads_k):
-        raise ValueError(f"`q` has {heads_q} heads and `k` has {heads_k} (q {q.shape}, k {k.shape}): "
-                         f"the query heads must be a multiple of the key heads, {layout}")
+        raise ValueError(f"`q` has {heads_q} heads and `k` has {heads_k} (q {q.shape}, k "
+                         f"{k.shape}): the query heads must be a multiple of the key heads, "
+                         f"{layout}")
     return batch, heads_q, heads_k
 
 
@@ -180,43 +230,83 @@ def _check_array(name, x, shape, dtypes):
         raise ValueError(f"`{name}` has shape {x.shape}, expected {shape}")
 
 
-def _broadcast(name, x, full):
+def _check_options(named, full):
+    """Mask, bias, slopes and lengths beside scores of shape `full`."""
+    batch, heads_q = full[:2]
+    if "mask" in named:
+        _check_dtype("mask", named["mask"], ("bool",), " (True = may attend)")
+    if "bias" in named:
+        _check_dtype("bias", named["bias"], DTYPES)
+    for name in ("mask", "bias"):
+        if name in named and not _broadcasts(named[name].shape, full):
+            raise ValueError(f"`{name}` has shape {named[name].shape}, expected one that "
+                             f"broadcasts to (batch, heads, Nq, Nk) = {full}")
+    slopes = named.get("alibi_slopes")
+    if slopes is not None:
+        _check_dtype("alibi_slopes", slopes, ("float32", "float64"))
+        if slopes.shape not in ((heads_q,), (batch, heads_q)):
+            raise ValueError(f"`alibi_slopes` has shape {slopes.shape}, expected ({heads_q},) or "
+                             f"({batch}, {heads_q}): one per query head, or per batch entry and "
+                             "head")
+    for name in ("q_lens", "kv_lens"):
+        if name in named:
+            _check_dtype(name, named[name], ("int32",))
+            if named[name].shape != (batch,):
+                raise ValueError(f"`{name}` has shape {named[name].shape}, expected ({batch},): "
+                                 "one per batch entry")
+
+
+def _broadcasts(shape, full):
+    """Whether an array of this shape broadcasts to `full`, and to nothing larger."""
     try:
-        if x.ndim > 4:
-            raise ValueError
-        return np.broadcast_to(x, full)
+        return np.broadcast_shapes(shape, full) == full
     except ValueError:
-        raise ValueError(f"`{name}` has shape {x.shape}, expected one that broadcasts to "
-                         f"(batch, heads, Nq, Nk) = {full}") from None
+        return False
 
 
-def _slopes(slopes, batch, heads_q):
-    _check_dtype("alibi_slopes", slopes, ("float32", "float64"))
-    if slopes.shape not in ((heads_q,), (batch, heads_q)):
-        raise ValueError(f"`alibi_slopes` has shape {slopes.shape}, expected ({heads_q},) or "
-                         f"({batch}, {heads_q}): one per query head, or per batch entry and head")
-    return np.broadcast_to(slopes, (batch, heads_q))
+def _check_results(named):
+    """What backward takes from forward, and the gradients that reach it."""
+    q, v = named["q"], named["v"]
+    rows = q.shape[:-1]
+    accumulator = np.dtype(accumulator_of(q.dtype.name))
+    for name in ("dout", "out"):
+        _check_array(name, named[name], (*rows, v.shape[-1]), (q.dtype, accumulator))
+    for name in ("lse", "dlse"):
+        if name in named:
+            _check_array(name, named[name], rows, (accumulator,))
 
 
-def _lens(name, lens, batch, extent):
-    if lens is None:
-        return None
-    _check_dtype(name, lens, ("int32",))
-    if lens.shape != (batch,):
-        raise ValueError(f"`{name}` has shape {lens.shape}, expected ({batch},): one per batch entry")
-    outside = np.flatnonzero((lens < 0) | (lens > extent))
-    if outside.size:
-        b = int(outside[0])
-        raise ValueError(f"`{name}`[{b}] is {int(lens[b])}, expected 0 to {extent}")
-    return np.ascontiguousarray(lens)
+def _check_result_buffer(name, x, shape, dtype):
+    if x.dtype != dtype or not x.dtype.isnative:
+        raise TypeError(f"`{name}` has dtype {x.dtype}, expected {dtype}: results are not cast")
+    if x.shape != shape:
+        raise ValueError(f"`{name}` has shape {x.shape}, expected {shape}")
 
 
-def _scale(scale, d):
-    return d**-0.5 if scale is None else _real("scale", scale)
+def _check_strides(name, x):
+    """Elements of a GPU array lie on multiples of their size; NumPy says so in `aligned`."""
+    if x.aligned and any(n > 1 and s % x.dtype.itemsize
+                         for n, s in zip(x.shape, x.strides, strict=True)):
+        raise ValueError(f"`{name}` has strides {x.strides}, expected multiples of its "
+                         f"{x.dtype.itemsize}-byte elements: pass a copy")
+
+
+def _lens(name, lens, extent):
+    """Lengths next to each other. On a GPU they are not read here: the kernels clamp them."""
+    if isinstance(lens, np.ndarray):
+        outside = np.flatnonzero((lens < 0) | (lens > extent))
+        if outside.size:
+            b = int(outside[0])
+            raise ValueError(f"`{name}`[{b}] is {int(lens[b])}, expected 0 to {extent}")
+        return np.ascontiguousarray(lens)
+    if lens.flags.c_contiguous:
+        return lens
+    with on_device_of(lens):
+        return lens.copy()
 
 
 def _softcap(softcap):
-    value = 0.0 if softcap is None else _real("softcap", softcap)
+    value = _real("softcap", softcap)
     if value < 0:
         raise ValueError(f"`softcap` is {value}, expected a positive number, or None or 0 for none")
     return value
@@ -228,11 +318,16 @@ def _real(name, value):
     if isinstance(value, np.ndarray):
         host = value.ndim == 0 and value.dtype.kind in "iuf"
     if not host:
-        raise TypeError(f"`{name}` is a {type(value).__module__}.{type(value).__qualname__}, expected "
-                        "a number on the host (an array on a GPU would have to be waited for)")
-    if not math.isfinite(value):
+        raise TypeError(f"`{name}` is a {type(value).__module__}.{type(value).__qualname__}, "
+                        "expected a number on the host (an array on a GPU would have to be waited "
+                        "for)")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"`{name}` is {value}, expected a finite number")
-    return float(value)
+    return number
 
 
 def _integer(name, value, low, high):
@@ -251,62 +346,43 @@ def _integer(name, value, low, high):
 
 def _check_flag(name, value):
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"`{name}` is {value!r} of type {type(value).__qualname__}, expected a bool")
+        raise TypeError(f"`{name}` is {value!r} of type {type(value).__qualname__}, expected a "
+                        "bool")
 
 
-def _mask(options):
+def _positions(options):
+    """Left, right and offset of the visible keys; causal is right = 0."""
     _check_flag("causal", options.causal)
-    window = (None, None) if options.window is None else options.window
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"`window` is {window!r}, expected (left, right), each an integer or None")
-    left, right = (UNLIMITED if side is None else _integer("window", side, 0, UNLIMITED)
-                   for side in window)
+    left = right = UNLIMITED
+    if options.window is not None:
+        window = options.window
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise TypeError(f"`window` is {window!r}, expected (left, right), each an integer or "
+                            "None")
+        left, right = (UNLIMITED if side is None else _integer("window", side, 0, UNLIMITED)
+                       for side in window)
     offset = options.q_offset
     if offset is not None:
         offset = _integer("q_offset", offset, -UNLIMITED, UNLIMITED)
-    return Mask(left, 0 if options.causal else right, offset)
+    return left, 0 if options.causal else right, offset
 
 
-def _precision(precision, dtype):
-    if dtype != np.float32:
-        if precision is not None:
-            raise ValueError(f"`precision` is {precision!r} for {dtype} inputs, expected None: it "
-                             "applies to float32 only")
-        return None
-    if precision not in (None, "tf32x3", "tf32"):
-        raise ValueError(f"`precision` is {precision!r}, expected 'tf32x3' (the default) or 'tf32'")
-    return precision or "tf32x3"
-
-
-def _result_dtype(name, wanted, problem):
-    allowed = dict.fromkeys((problem.dtype, problem.accumulator))
+def _result_dtype(name, wanted):
+    """(name, dtype) of the results, None for that of q; what is no dtype stays as it is."""
+    if wanted is None:
+        return name, None
     try:
-        dtype = np.dtype(problem.dtype if wanted is None else wanted)
+        return name, np.dtype(wanted)
     except TypeError:
-        dtype = None
-    if dtype is None or dtype.name not in allowed or not dtype.isnative:
-        raise TypeError(f"`{name}` is {wanted!r}, expected None or {' or '.join(allowed)} for "
-                        f"{problem.dtype} inputs")
-    return dtype
+        return name, repr(wanted)
 
 
-def _dense(arrays):
-    """Arrays that kernels can read, and the names of those that had to be copied for it."""
-    copied = tuple(name for name, x in arrays.items() if not unit_stride(x))
-    dense = dict(arrays)
-    for name in copied:
-        dense[name] = empty_rows_like(arrays[name], arrays[name].shape[-1], arrays[name].dtype)
-        dense[name][...] = arrays[name]
-    return dense, copied
-
-
-def _inputs(arrays, name):
-    return {other: x for other, x in arrays.items() if other != name}
-
-
-def _four_axes(x):
-    return x[(None,) * (4 - x.ndim)]
-
-
-def _three_axes(x):
-    return x[(None,) * (3 - x.ndim)]
+def _allowed_result(name, wanted, dtype):
+    """The dtype of the results: that of q, or the accumulator's."""
+    if wanted is None:
+        return np.dtype(dtype)
+    allowed = dict.fromkeys((dtype, accumulator_of(dtype)))
+    if isinstance(wanted, str) or wanted.name not in allowed or not wanted.isnative:
+        raise TypeError(f"`{name}` is {wanted}, expected None or {' or '.join(allowed)} for "
+                        f"{dtype} inputs")
+    return wanted

@@ -102,7 +102,7 @@ def adopt(name, x):
     kind = x.__cuda_array_interface__["typestr"]
     if kind[1:] == "V2":
         raise TypeError(
-            f"`{name}` comes through __cuda_array_interface__ with elements '{kind}': that interface "
-            "has no word for bfloat16, so what these two bytes mean is unknown; pass a CuPy array, "
-            "or an object with DLPack")
+            f"`{name}` comes through __cuda_array_interface__ with elements '{kind}': that "
+            "interface has no word for bfloat16, so what these two bytes mean is unknown; pass a "
+            "CuPy array, or an object with DLPack")
     return cupy.asarray(x)

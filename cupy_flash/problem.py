@@ -26,6 +26,24 @@ class Mask:
     q_offset: int | None = None
 
 
+def hashed_once(cls):
+    """A frozen dataclass that is looked up at every call: its hash is worked out once."""
+    compute = cls.__hash__
+
+    def __hash__(self):
+        kept = self.__dict__
+        if "_hash" not in kept:
+            kept["_hash"] = compute(self)
+        return kept["_hash"]
+
+    def __getstate__(self):     # strings hash differently in another process
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    cls.__hash__, cls.__getstate__ = __hash__, __getstate__
+    return cls
+
+
+@hashed_once
 @dataclass(frozen=True)
 class Problem:
     """One call of the library, arrays apart.
@@ -51,6 +69,9 @@ class Problem:
         Which optional arrays are given.
     copied : tuple of str
         Inputs whose last axis had no unit stride: the kernels read a copy of them.
+    layouts : tuple
+        (name, shape, strides, dtype, aligned) of each array of the call: calls with the same
+        problem differ in nothing but addresses and elements.
     """
 
     batch: int
@@ -74,6 +95,7 @@ class Problem:
     has_kv_lens: bool = False
     has_dlse: bool = False
     copied: tuple[str, ...] = ()
+    layouts: tuple = ()
 
     @property
     def group(self):
@@ -102,9 +124,10 @@ class Problem:
 
 
 class Operands(NamedTuple):
-    """The arrays of a call as four axes ``(batch, head, row, column)``, None where absent.
+    """The arrays of a call, None where absent; lengths are ``(batch,)``.
 
-    `lse` and `dlse` have three axes; `slopes` is ``(batch or 1, heads_q)``; lengths are ``(batch,)``.
+    NumPy arrays have four axes ``(batch, head, row, column)``, `lse` and `dlse` three, `slopes`
+    two: ``(batch, heads_q)``. CuPy arrays have the axes that the user gave them.
     Output buffers that the user did not give are None until the backend allocates them.
     """
 

@@ -10,7 +10,8 @@ from .types import Buffer, CpuConfig, CudaConfig, Launch, Plan
 
 __all__ = ["Buffer", "CpuConfig", "CudaConfig", "Launch", "Plan", "make_plan", "tuned"]
 
-_CONFIG = ContextVar("cupy_flash_config", default=CpuConfig())
+_DEFAULT = CpuConfig()
+_CONFIG = ContextVar("cupy_flash_config", default=_DEFAULT)
 
 
 def make_plan(direction, problem, device):

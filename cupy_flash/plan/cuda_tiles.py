@@ -76,8 +76,8 @@ def choose(entry, problem, device):
             return config, need, tile.reason
         smallest = min(need, smallest or need)
     raise NotImplementedError(
-        f"`q` has head dim {problem.d}, `v` {problem.d_v}, in {problem.dtype}: the smallest tile of "
-        f"{entry} needs {smallest:,} bytes of shared memory, and a block of {device} can have "
+        f"`q` has head dim {problem.d}, `v` {problem.d_v}, in {problem.dtype}: the smallest tile "
+        f"of {entry} needs {smallest:,} bytes of shared memory, and a block of {device} can have "
         f"{device.smem:,}; pass NumPy arrays (cupy.asnumpy(x)) to compute on the CPU")
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..device import Device
-from ..problem import Problem
+from ..device import Device, GpuDevice
+from ..problem import Problem, hashed_once
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,14 @@ class Launch:
     smem_bytes: int = 0
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Plan:
     """All launches of one pass, in order, and the workspace they share."""
 
     direction: str
     problem: Problem
-    device: Device
+    device: Device | GpuDevice
     launches: tuple[Launch, ...]
     workspace: tuple[Buffer, ...]
 

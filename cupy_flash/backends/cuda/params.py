@@ -5,13 +5,10 @@ They repeat ``cuda_src/params.cuh`` field for field: a tensor is its address, it
 field has 8 bytes, so there is no padding, and every number travels with its exact type: a Python
 float passed to a kernel by itself would arrive as a double, whatever the kernel expects.
 
-A launch's constants are packed once (`template`); what differs from call to call, addresses and
-strides, is written over a copy (`fill`).
+`pack` makes the struct of one launch from scratch. A `Template` keeps it for the calls that follow.
 """
 
-from functools import lru_cache
 from math import ceil
-from struct import Struct
 
 import numpy as np
 
@@ -43,11 +40,8 @@ BackwardParams = np.dtype([
 PARAMS = {"forward": ForwardParams, "backward": BackwardParams}
 
 _ABSENT = (0, 0, 0, 0, 0, 0)
-_FIRST = Struct(f"={len(_TENSORS) * 'Q5q'}QQ")
-_VECTOR, _VECTOR_AT = Struct("=q"), ForwardParams.fields["vector_bytes"][1]
-_SECOND = {"forward": Struct("=QQ"), "backward": Struct(f"={len(_GRADIENTS) * 'Q5q'}Q")}
-_SECOND_AT = {"forward": ForwardParams.fields["out_partial"][1],
-              "backward": BackwardParams.fields["dout"][1]}
+# Operands that the kernels read row by row, by loads of `vector_bytes`.
+_LOADED = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "dout", "out")}
 
 
 def pack(plan, launch, operands, addresses):
@@ -58,7 +52,7 @@ def pack(plan, launch, operands, addresses):
     plan : Plan
     launch : Launch
     operands : Operands
-        Arrays with four axes (batch, head, row, column), results included.
+        Arrays with the axes of `bind.four_axes`, results included.
     addresses : dict of str to int
         Where the plan's workspace lies, by the buffers' names.
 
@@ -67,55 +61,75 @@ def pack(plan, launch, operands, addresses):
     numpy.ndarray
         Of size one, of dtype `ForwardParams` or `BackwardParams`.
     """
-    return fill(template(plan, launch), varying(plan.direction, operands, addresses))
-
-
-@lru_cache(maxsize=4096)
-def template(plan, launch):
-    """The bytes of a launch's struct with all that is the same in every call."""
-    p, mask, config = plan.problem, plan.problem.mask, launch.config
+    p, mask = plan.problem, plan.problem.mask
     values = {
+        **{name: _tensor(getattr(operands, name)) for name in _TENSORS},
+        "q_lens": address(operands.q_lens), "kv_lens": address(operands.kv_lens),
         "batch": p.batch, "heads_q": p.heads_q, "heads_k": p.heads_k, "group": p.group,
         "Nq": p.Nq, "Nk": p.Nk, "d": p.d, "d_v": p.d_v,
         "aligned": mask.q_offset is None, "q_offset": mask.q_offset or 0,
         "left": mask.left, "right": mask.right, "tasks": launch.tasks,
-        "scale": p.scale, "softcap": p.softcap, "lazy": config.lazy,
+        "scale": p.scale, "softcap": p.softcap, "lazy": launch.config.lazy,
+        "vector_bytes": vector_bytes(
+            *(getattr(operands, name) for name in _LOADED[plan.direction])),
     }
     if plan.direction == "forward":
         # Whole tiles a split, so that splitting moves no tile.
-        tiles = ceil(p.Nk / launch.splits / config.Bc)
-        values |= {"splits": launch.splits, "split_keys": tiles * config.Bc}
+        tiles = ceil(p.Nk / launch.splits / launch.config.Bc)
+        values |= {"splits": launch.splits, "split_keys": tiles * launch.config.Bc}
+        values |= {name: addresses.get(name, 0) for name in ("out_partial", "lse_partial")}
     else:
+        values |= {name: _tensor(getattr(operands, name)) for name in _GRADIENTS}
+        extents = p.bias_shape or (0, 0, 0, 0)
         names = ("batch_bias", "heads_bias", "Nbias_q", "Nbias_k")
-        values |= dict(zip(names, p.bias_shape or (0, 0, 0, 0), strict=True))
+        values |= {"delta": addresses.get("delta", 0), **dict(zip(names, extents, strict=True))}
     packed = np.zeros(1, PARAMS[plan.direction])
     for name, value in values.items():
         packed[name] = value
-    return packed.view(np.uint8)
+    return packed
 
 
-def varying(direction, operands, addresses):
-    """What differs from call to call, ready for `fill`: three runs of fields of the struct."""
-    o = operands
-    first = (*tensor(o.q), *tensor(o.k), *tensor(o.v), *tensor(o.out), *tensor(o.lse),
-             *tensor(o.mask), *tensor(o.bias), *tensor(o.slopes),
-             address(o.q_lens), address(o.kv_lens))
-    if direction == "forward":
-        return direction, first, vector_bytes(o.q, o.k, o.v), (
-            addresses.get("out_partial", 0), addresses.get("lse_partial", 0))
-    return direction, first, vector_bytes(o.q, o.k, o.v, o.dout, o.out), (
-        *tensor(o.dout), *tensor(o.dlse), *tensor(o.dq), *tensor(o.dk), *tensor(o.dv),
-        *tensor(o.dbias), addresses.get("delta", 0))
+class Template:
+    """The struct of a plan's launches, of which a call changes nothing but addresses and tasks.
 
+    It is made from the first call's arrays: calls with the same plan have the same layouts.
+    """
 
-def fill(bytes_of_template, varied):
-    """A copy of the template with the varying fields written in."""
-    direction, first, width, second = varied
-    packed = bytes_of_template.copy()
-    _FIRST.pack_into(packed, 0, *first)
-    _VECTOR.pack_into(packed, _VECTOR_AT, width)
-    _SECOND[direction].pack_into(packed, _SECOND_AT[direction], *second)
-    return packed.view(PARAMS[direction])
+    def __init__(self, plan, operands, addresses):
+        direction = plan.direction
+        dtype = PARAMS[direction]
+        packed = pack(plan, plan.launches[0], operands, addresses)
+        self._words = packed.view(np.uint64)
+        self._opaque = np.dtype(f"V{dtype.itemsize}")
+        self._tasks = dtype.fields["tasks"][1] // 8
+        self._vector = dtype.fields["vector_bytes"][1] // 8
+        given = [(i, name) for i, (name, x) in enumerate(operands._asdict().items())
+                 if x is not None]
+        self._places = [(i, dtype.fields[name][1] // 8, name in _LOADED[direction])
+                        for i, name in given]
+        self._workspace = [(name, dtype.fields[name][1] // 8) for name in addresses]
+        self._bits = _row_bits(*(getattr(operands, name) for name in _LOADED[direction]))
+
+    def fill(self, operands, addresses):
+        """The struct of a call as words; `struct` turns them into a kernel's argument."""
+        words, bits = self._words.copy(), self._bits
+        for i, place, loaded in self._places:
+            start = operands[i].data.ptr
+            words[place] = start
+            if loaded:
+                bits |= start
+        for name, place in self._workspace:
+            words[place] = addresses[name]
+        words[self._vector] = bits & -bits
+        return words
+
+    def struct(self, words):
+        """The words as one element, which CuPy passes by value; it shares their memory."""
+        return words.view(self._opaque)
+
+    def set_tasks(self, words, tasks):
+        """What differs between the launches of a plan."""
+        words[self._tasks] = tasks
 
 
 def vector_bytes(*arrays):
@@ -124,23 +138,26 @@ def vector_bytes(*arrays):
     The largest power of two up to 16 that divides every address, every stride before the last axis
     and the bytes of every row.
     """
-    bits = WIDEST_LOAD
+    bits = _row_bits(*arrays)
     for x in arrays:
-        b, h, n, _ = x.strides
-        bits |= address(x) | b | h | n | x.shape[3] * x.itemsize
+        bits |= address(x)
     return bits & -bits
 
 
-def tensor(x):
+def _row_bits(*arrays):
+    """The part of `vector_bytes` that does not depend on addresses."""
+    bits = WIDEST_LOAD
+    for x in arrays:
+        b, h, n, _ = x.strides
+        bits |= b | h | n | x.shape[3] * x.itemsize
+    return bits
+
+
+def _tensor(x):
     """The six fields of an array, of its first axes if it has fewer than four."""
     if x is None:
         return _ABSENT
-    strides = x.strides
-    if len(strides) == 4:
-        b, h, n, c = strides
-    else:
-        b, h, n, c = (*strides, 0, 0)[:4]
-    return (address(x), b, h, n, c, KINDS.get(x.dtype.name, 0))
+    return (address(x), *(*x.strides, 0, 0)[:4], KINDS.get(x.dtype.name, 0))
 
 
 def address(x):
