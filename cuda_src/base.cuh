@@ -5,8 +5,16 @@
 
 #ifdef __CUDACC__
 #define CF_HOST_DEVICE __host__ __device__
+#define CF_DEVICE __device__ __forceinline__
 #else
 #define CF_HOST_DEVICE
+#define CF_DEVICE inline
+#endif
+
+// The block's dynamic shared memory as an array of bytes. A host that runs kernels on a CPU has its
+// own definition.
+#ifndef CF_DYNAMIC_SHARED
+#define CF_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #endif
 
 namespace cf {
@@ -40,5 +48,35 @@ CF_HOST_DEVICE constexpr T ceil_div(T a, T b) {
   // Not (a + b - 1) / b, which overflows for a near the type's maximum.
   return a / b + (a % b != 0);
 }
+
+template <typename T>
+CF_HOST_DEVICE constexpr T min(T a, T b) {
+  return b < a ? b : a;
+}
+
+template <typename T>
+CF_HOST_DEVICE constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}
+
+// Elements of 16 bits as they lie in memory. Arithmetic on them happens in float32.
+struct half_t {
+  uint16 bits;
+};
+struct bfloat16_t {
+  uint16 bits;
+};
+
+// The type of sums and statistics over elements of a type: accumulator<half_t>.
+template <typename T>
+struct AccumulatorOf {
+  using type = float;
+};
+template <>
+struct AccumulatorOf<double> {
+  using type = double;
+};
+template <typename T>
+using accumulator = typename AccumulatorOf<T>::type;
 
 }  // namespace cf

@@ -1,0 +1,60 @@
+// The parameter structs: one per pass, passed to its kernels by value. The host writes them as one
+// NumPy structured scalar (cupy_flash/backends/cuda/params.py); every field has eight bytes, so no
+// compiler puts holes between them.
+#pragma once
+
+#include "base.cuh"
+
+namespace cf {
+
+// The element type of an array.
+enum Kind : int64 { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2, FLOAT64 = 3 };
+
+// An array of up to four axes: its address and its strides in bytes. Address 0: it is absent.
+// A stride of 0 is a broadcast axis.
+struct Tensor {
+  uint64 address;
+  int64 b, h, n, c;  // strides of batch, head, row, column
+  int64 kind;        // a Kind; masks are bytes and have none
+};
+
+// What both passes must know of the problem.
+struct Params {
+  Tensor q;                          // [batch, heads_q, Nq, d]
+  Tensor k;                          // [batch, heads_k, Nk, d]
+  Tensor v;                          // [batch, heads_k, Nk, d_v]
+  Tensor out;                        // [batch, heads_q, Nq, d_v]
+  Tensor lse;                        // [batch, heads_q, Nq], of the accumulators' type
+  Tensor mask, bias;                 // [batch, heads_q, Nq, Nk]
+  Tensor slopes;                     // [batch, heads_q]
+  uint64 q_lens, kv_lens;            // addresses of int32 [batch]; 0: all lengths are Nq and Nk
+  int64 batch, heads_q, heads_k, group, Nq, Nk, d, d_v;
+  int64 aligned, q_offset;           // aligned: the offset is kv_len - q_len, q_offset is not read
+  int64 left, right;                 // keys that a query sees before and after its own position
+  int64 vector_bytes;                // a load of so many bytes is aligned in all rows, and divides them
+  int64 tasks;                       // of this launch; CTAs walk them in steps of the grid
+  double scale, softcap, lazy;       // softcap 0: none
+};
+
+struct ForwardParams : Params {
+  int64 splits, split_keys;          // split s has the keys s * split_keys ... (s + 1) * split_keys
+  uint64 out_partial;                // [splits, batch, heads_q, Nq, d_v] of the accumulators' type
+  uint64 lse_partial;                // [splits, batch, heads_q, Nq]
+};
+
+struct BackwardParams : Params {
+  Tensor dout;                       // [batch, heads_q, Nq, d_v]
+  Tensor dlse;                       // [batch, heads_q, Nq], or absent
+  Tensor dq, dk, dv;                 // shaped as q, k, v
+  Tensor dbias;                      // [batch_bias, heads_bias, Nbias_q, Nbias_k]
+  uint64 delta;                      // [batch, heads_q, Nq] of the accumulators' type
+  int64 Nbias_q, Nbias_k, batch_bias, heads_bias;
+};
+
+static_assert(sizeof(Tensor) == 48, "Tensor must have 6 fields of 8 bytes");
+static_assert(sizeof(Params) == 8 * 48 + 19 * 8, "Params must have no holes");
+static_assert(sizeof(ForwardParams) == sizeof(Params) + 4 * 8, "ForwardParams must have no holes");
+static_assert(sizeof(BackwardParams) == sizeof(Params) + 6 * 48 + 5 * 8,
+              "BackwardParams must have no holes");
+
+}  // namespace cf

@@ -1,0 +1,218 @@
+// Every instruction that C++ has no word for: conversions, and the fragments of wmma. All inline
+// assembly of this folder is here.
+//
+// A host that runs kernels on a CPU names a twin of this file in CF_PTX_TWIN. The twin may give the
+// elements of a fragment to any lanes: no kernel assumes a layout.
+#pragma once
+
+#include "base.cuh"
+
+namespace cf {
+
+// Where element (i, j) of a matrix lies: row * pitch + column, or column * pitch + row.
+enum class Layout { row, col };
+
+}  // namespace cf
+
+#ifdef CF_PTX_TWIN
+#include CF_PTX_TWIN
+#else
+
+namespace cf::ptx {
+
+CF_DEVICE float half_to_float(uint16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+
+CF_DEVICE uint16 float_to_half(float x) {
+  uint16 y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+
+CF_DEVICE uint16 float_to_bfloat16(float x) {
+  uint16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+
+CF_DEVICE float bits_to_float(uint32 x) { return __uint_as_float(x); }
+CF_DEVICE uint32 float_to_bits(float x) { return __float_as_uint(x); }
+
+// A pointer into shared memory as the 32-bit address that wmma.load.shared takes.
+CF_DEVICE uint32 shared_address(const void* pointer) {
+  uint32 y;
+  asm("{ .reg .u64 wide; cvta.to.shared.u64 wide, %1; cvt.u32.u64 %0, wide; }"
+      : "=r"(y)
+      : "l"(pointer));
+  return y;
+}
+
+// One warp's product of fragments: c (M x N) += a (M x K) b (K x N). Pointers lie in shared memory,
+// aligned to 32 bytes; a pitch (in elements) is a multiple of 16 bytes.
+template <typename T>
+struct Wmma;
+
+#define CF_WORDS4(x) "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+#define CF_WORDS8(x) CF_WORDS4(x), "=r"(x[4]), "=r"(x[5]), "=r"(x[6]), "=r"(x[7])
+#define CF_SUMS8(mode, x)                                                                       \
+  mode(x[0]), mode(x[1]), mode(x[2]), mode(x[3]), mode(x[4]), mode(x[5]), mode(x[6]), mode(x[7])
+#define CF_LIST4 "{%0, %1, %2, %3}"
+#define CF_LIST8 "{%0, %1, %2, %3, %4, %5, %6, %7}"
+
+#define CF_LOAD4(x, which, layout, type)                                                        \
+  asm volatile("wmma.load." which ".sync.aligned." layout "." type " " CF_LIST4 ", [%4], %5;"   \
+               : CF_WORDS4(x)                                                                   \
+               : "r"(shared_address(p)), "r"(pitch)                                             \
+               : "memory")
+#define CF_LOAD8(x, which, layout, type)                                                        \
+  asm volatile("wmma.load." which ".sync.aligned." layout "." type " " CF_LIST8 ", [%8], %9;"   \
+               : CF_WORDS8(x)                                                                   \
+               : "r"(shared_address(p)), "r"(pitch)                                             \
+               : "memory")
+#define CF_LOAD1(x, which, layout, type)                                                        \
+  asm volatile("wmma.load." which ".sync.aligned." layout "." type " {%0}, [%1], %2;"           \
+               : "=d"(x[0])                                                                     \
+               : "r"(shared_address(p)), "r"(pitch)                                             \
+               : "memory")
+
+// load_a and load_b of a kind: CF_LOADS(CF_LOAD4, element, "m16n16k16.shared.bf16").
+#define CF_LOADS(load, T, type)                                                                 \
+  template <Layout layout>                                                                      \
+  static CF_DEVICE void load_a(A& a, const T* p, int pitch) {                                   \
+    if constexpr (layout == Layout::row) {                                                      \
+      load(a.x, "a", "row", type);                                                              \
+    } else {                                                                                    \
+      load(a.x, "a", "col", type);                                                              \
+    }                                                                                           \
+  }                                                                                             \
+  template <Layout layout>                                                                      \
+  static CF_DEVICE void load_b(B& b, const T* p, int pitch) {                                   \
+    if constexpr (layout == Layout::row) {                                                      \
+      load(b.x, "b", "row", type);                                                              \
+    } else {                                                                                    \
+      load(b.x, "b", "col", type);                                                              \
+    }                                                                                           \
+  }
+
+// load_c and store_c (rows of `pitch` elements), and mma, which picks the instruction by layout.
+#define CF_FLOAT_SUMS(shape, types)                                                             \
+  static CF_DEVICE void load_c(C& c, const float* p, int pitch) {                               \
+    asm volatile("wmma.load.c.sync.aligned.row." shape ".shared.f32 " CF_LIST8 ", [%8], %9;"    \
+                 : CF_SUMS8("=f", c.x)                                                          \
+                 : "r"(shared_address(p)), "r"(pitch)                                           \
+                 : "memory");                                                                   \
+  }                                                                                             \
+  static CF_DEVICE void store_c(float* p, const C& c, int pitch) {                              \
+    asm volatile("wmma.store.d.sync.aligned.row." shape ".shared.f32 [%8], " CF_LIST8 ", %9;"   \
+                 :                                                                              \
+                 : CF_SUMS8("f", c.x), "r"(shared_address(p)), "r"(pitch)                       \
+                 : "memory");                                                                   \
+  }                                                                                             \
+  CF_MMA_BY_LAYOUT(shape, types)
+
+#define CF_MMA_BY_LAYOUT(shape, types)                                                          \
+  template <Layout la, Layout lb>                                                               \
+  static CF_DEVICE void mma(C& c, const A& a, const B& b) {                                     \
+    if constexpr (la == Layout::row && lb == Layout::row) {                                     \
+      CF_MMA("row.row." shape "." types);                                                       \
+    } else if constexpr (la == Layout::row) {                                                   \
+      CF_MMA("row.col." shape "." types);                                                       \
+    } else if constexpr (lb == Layout::row) {                                                   \
+      CF_MMA("col.row." shape "." types);                                                       \
+    } else {                                                                                    \
+      CF_MMA("col.col." shape "." types);                                                       \
+    }                                                                                           \
+  }
+
+// float16. Its operands have eight registers, half of which repeat the other half.
+template <>
+struct Wmma<half_t> {
+  static constexpr int side = 16, depth = 16;  // M = N = side, K = depth
+  struct A { uint32 x[8]; };
+  struct B { uint32 x[8]; };
+  struct C { float x[8]; };
+  CF_LOADS(CF_LOAD8, half_t, "m16n16k16.shared.f16")
+#define CF_MMA(form)                                                                            \
+  asm("wmma.mma.sync.aligned." form " " CF_LIST8                                                \
+      ", {%8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19, %20, %21, %22, %23}, "    \
+      CF_LIST8 ";"                                                                              \
+      : CF_SUMS8("+f", c.x)                                                                     \
+      : CF_SUMS8("r", a.x), CF_SUMS8("r", b.x))
+  CF_FLOAT_SUMS("m16n16k16", "f32.f32")
+#undef CF_MMA
+};
+
+#define CF_MMA(form)                                                                            \
+  asm("wmma.mma.sync.aligned." form " " CF_LIST8                                                \
+      ", {%8, %9, %10, %11}, {%12, %13, %14, %15}, " CF_LIST8 ";"                               \
+      : CF_SUMS8("+f", c.x)                                                                     \
+      : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]),           \
+        "r"(b.x[2]), "r"(b.x[3]))
+
+template <>
+struct Wmma<bfloat16_t> {
+  static constexpr int side = 16, depth = 16;
+  struct A { uint32 x[4]; };
+  struct B { uint32 x[4]; };
+  struct C { float x[8]; };
+  CF_LOADS(CF_LOAD4, bfloat16_t, "m16n16k16.shared.bf16")
+  CF_FLOAT_SUMS("m16n16k16", "f32.bf16.bf16.f32")
+};
+
+// float32 operands are bits of float32; the instruction cuts off what TF32 does not have.
+template <>
+struct Wmma<float> {
+  static constexpr int side = 16, depth = 8;
+  struct A { uint32 x[4]; };
+  struct B { uint32 x[4]; };
+  struct C { float x[8]; };
+  CF_LOADS(CF_LOAD4, float, "m16n16k8.shared.tf32")
+  CF_FLOAT_SUMS("m16n16k8", "f32.tf32.tf32.f32")
+};
+#undef CF_MMA
+
+template <>
+struct Wmma<double> {
+  static constexpr int side = 8, depth = 4;
+  struct A { double x[1]; };
+  struct B { double x[1]; };
+  struct C { double x[2]; };
+  CF_LOADS(CF_LOAD1, double, "m8n8k4.shared.f64")
+  static CF_DEVICE void load_c(C& c, const double* p, int pitch) {
+    asm volatile("wmma.load.c.sync.aligned.row.m8n8k4.shared.f64 {%0, %1}, [%2], %3;"
+                 : "=d"(c.x[0]), "=d"(c.x[1])
+                 : "r"(shared_address(p)), "r"(pitch)
+                 : "memory");
+  }
+  static CF_DEVICE void store_c(double* p, const C& c, int pitch) {
+    asm volatile("wmma.store.d.sync.aligned.row.m8n8k4.shared.f64 [%2], {%0, %1}, %3;"
+                 :
+                 : "d"(c.x[0]), "d"(c.x[1]), "r"(shared_address(p)), "r"(pitch)
+                 : "memory");
+  }
+#define CF_MMA(form)                                                                            \
+  asm("wmma.mma.sync.aligned." form " {%0, %1}, {%2}, {%3}, {%0, %1};"                          \
+      : "+d"(c.x[0]), "+d"(c.x[1])                                                              \
+      : "d"(a.x[0]), "d"(b.x[0]))
+  CF_MMA_BY_LAYOUT("m8n8k4", "f64.f64.f64.f64")
+#undef CF_MMA
+};
+
+#undef CF_WORDS4
+#undef CF_WORDS8
+#undef CF_SUMS8
+#undef CF_LIST4
+#undef CF_LIST8
+#undef CF_LOAD1
+#undef CF_LOAD4
+#undef CF_LOAD8
+#undef CF_LOADS
+#undef CF_FLOAT_SUMS
+#undef CF_MMA_BY_LAYOUT
+
+}  // namespace cf::ptx
+
+#endif

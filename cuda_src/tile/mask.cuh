@@ -1,0 +1,106 @@
+// Which keys a query sees: the one definition for forward, backward and dbias.
+//
+// Query i of a sequence stands at position i + offset among the keys and sees the keys
+// position - left ... position + right that exist. Causal is right = 0; `offset` defaults to
+// kv_len - q_len, so that the newest query sees every key.
+#pragma once
+
+#include "tiles.cuh"
+
+namespace cf {
+
+// A half-open range.
+struct Range {
+  int64 first, end;
+};
+
+// One tile of packed rows of one sequence: everything that its tiles of scores share.
+struct Rows {
+  int64 b, head0, row0;  // batch entry, first query head, first packed row
+  int rows;              // how many are real
+  int64 offset, kv_len;
+  PackedRows packed;
+
+  CF_DEVICE int64 position(int r) const { return packed.query(r) + offset; }
+  // Where the first head of a tensor starts, and row r.
+  CF_DEVICE uint64 base(const Tensor& t) const { return t.address + b * t.b + head0 * t.h; }
+  CF_DEVICE uint64 address(const Tensor& t, int r) const { return base(t) + packed.offset(t, r); }
+};
+
+// True number of queries or keys of a batch entry.
+CF_DEVICE int64 length(uint64 lens, int64 b, int64 N) {
+  if (lens == 0) return N;
+  return min(max(int64(at<const int32>(lens + 4 * b)), int64(0)), N);
+}
+
+// The keys that queries at the positions first ... last see together; {0, 0} if none.
+CF_DEVICE Range visible_keys(const Params& p, int64 first, int64 last, int64 kv_len) {
+  first = max(first, -p.right);               // queries before this one see no key,
+  last = min(last, kv_len - 1 + p.left);      // nor do those behind this one
+  if (first > last || kv_len == 0) return {0, 0};
+  return {max(first - p.left, int64(0)), min(last + p.right + 1, kv_len)};
+}
+
+// The queries of `q_len` that see any of the keys first ... end - 1; {0, 0} if none.
+CF_DEVICE Range visible_queries(const Params& p, int64 first, int64 end, int64 q_len, int64 kv_len,
+                                int64 offset) {
+  end = min(end, kv_len);
+  if (first >= end) return {0, 0};
+  const int64 begin = max(first - p.right - offset, int64(0));
+  const int64 stop = min(end + p.left - offset, q_len);
+  return begin < stop ? Range{begin, stop} : Range{0, 0};
+}
+
+CF_DEVICE int64 offset_of(const Params& p, int64 q_len, int64 kv_len) {
+  return p.aligned ? kv_len - q_len : p.q_offset;
+}
+
+// The rows row0 ... row0 + height of the heads head0 ... head0 + group.
+CF_DEVICE Rows open_rows(const Params& p, int64 b, int64 head0, int64 group, int64 row0, int height) {
+  const int64 q_len = length(p.q_lens, b, p.Nq), kv_len = length(p.kv_lens, b, p.Nk);
+  const int64 rows = max(min(group * q_len - row0, int64(height)), int64(0));
+  return {b, head0, row0, int(rows), offset_of(p, q_len, kv_len), kv_len, PackedRows(row0, group)};
+}
+
+// The keys that any of the rows sees.
+CF_DEVICE Range key_range(const Params& p, const Rows& rows) {
+  if (rows.rows == 0) return {0, 0};
+  return visible_keys(p, rows.position(0), rows.position(rows.rows - 1), rows.kv_len);
+}
+
+// Lengths within one sequence fit in 32 bits.
+struct KeyRange {
+  int first, end;
+};
+
+// ranges[r] = the keys that row r sees; none if it is not a real one.
+template <typename Config>
+CF_DEVICE void find_ranges(KeyRange* ranges, const Params& p, const Rows& rows) {
+  for (int r = int(threadIdx.x); r < Config::Br; r += 32 * Config::warps) {
+    Range range = {0, 0};
+    if (r < rows.rows) range = visible_keys(p, rows.position(r), rows.position(r), rows.kv_len);
+    ranges[r] = {int(range.first), int(range.end)};
+  }
+}
+
+// seen[j] = whether any row of the score tile S [Br, keys] sees key j. Needs S complete.
+template <typename Config, typename T>
+CF_DEVICE void find_seen_keys(int* seen, const T* S, int rows, int keys) {
+  for (int j = int(threadIdx.x); j < keys; j += 32 * Config::warps) {
+    bool any = false;
+    for (int r = 0; r < rows; ++r) any = any || S[r * pitch<T>(Config::Bc) + j] != -inf<T>();
+    seen[j] = any;
+  }
+}
+
+// Zeroes the rows of a tile of K or V that no query of the tile sees: whatever they hold must not
+// matter. 0 * NaN is NaN, so a probability of 0 is not enough to keep it out of a product.
+template <typename Config, int width, typename T>
+CF_DEVICE void forget_unseen_keys(T* tile, const int* seen, int keys) {
+  for (int i = int(threadIdx.x); i < keys * width; i += 32 * Config::warps) {
+    const int j = i / width;
+    if (!seen[j]) tile[j * pitch<T>(width) + i % width] = T{};
+  }
+}
+
+}  // namespace cf

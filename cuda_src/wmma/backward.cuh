@@ -1,0 +1,119 @@
+// The backward kernels: dk and dv by tiles of keys, dq by tiles of queries.
+#pragma once
+
+#include "gradient.cuh"
+
+namespace cf {
+
+template <typename Config>
+struct BackwardDkdvTraits : GradientTraits<Config, Keeps::P_and_dS> {
+  static constexpr int smem_bytes = GradientTraits<Config, Keeps::P_and_dS>::common_bytes;
+};
+
+template <typename Config>
+struct BackwardDqTraits : GradientTraits<Config, Keeps::dS> {
+  static constexpr int smem_bytes =
+      GradientTraits<Config, Keeps::dS>::common_bytes + Config::Bc * int(sizeof(int));   // + seen
+};
+
+// dk and dv of the keys key0 ... key0 + Bc of one key head, over all packed rows that see any.
+// Keys that nobody sees may hold NaN: their P and dS are 0 by selection, and K and V are only read
+// for those two here.
+template <typename Config>
+CF_DEVICE void backward_keys(const BackwardParams& p, const GradientTiles<Config, Keeps::P_and_dS>& t,
+                             const Where<Config>& where, int64 b, int64 head_k, int64 key0) {
+  using T = accumulator<typename Config::element>;
+  constexpr int Br = Config::Br, Bc = Config::Bc, d = Config::d, d_v = Config::d_v;
+  const int keys = int(min(p.Nk - key0, int64(Bc)));
+  load_keys(t, p, b, head_k, key0, keys);
+  Accumulators<Config, Bc, d> dk;
+  Accumulators<Config, Bc, d_v> dv;
+  const int64 q_len = length(p.q_lens, b, p.Nq), kv_len = length(p.kv_lens, b, p.Nk);
+  const Range queries = visible_queries(p, key0, key0 + keys, q_len, kv_len, offset_of(p, q_len, kv_len));
+  for (int64 row0 = queries.first * p.group; row0 < queries.end * p.group; row0 += Br) {
+    const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Br);
+    __syncthreads();                                    // the tiles of the rows before are free
+    load_state(t, p, rows);
+    __syncthreads();                                    // lse is there
+    load_rows(t, p, rows);
+    __syncthreads();                                    // K, V, Q, dO are there
+    multiply_scores(t);
+    __syncthreads();                                    // S and dP are there
+    gradient_tile(t, p, rows, key0);
+    __syncthreads();                                    // P and dS are there
+    multiply<Br>(dv, transposed<Bc>(t.P), as_is<d_v>(t.dO));     // dV += P^T dO
+    multiply<Br>(dk, transposed<Bc>(t.dS), as_is<d>(t.Q));       // dK += dS^T Q
+  }
+  const PackedRows lines(key0, 1);
+  store_rows(p.dk, p.dk.address + b * p.dk.b + head_k * p.dk.h, lines, keys, int(p.d), dk, where,
+             Uniform<T>{T(p.scale)});
+  store_rows(p.dv, p.dv.address + b * p.dv.b + head_k * p.dv.h, lines, keys, int(p.d_v), dv, where,
+             Uniform<T>{T(1)});
+}
+
+// Tasks: tiles of keys of a key head.
+template <typename Config>
+CF_DEVICE void backward_dkdv(const BackwardParams& p) {
+  CF_DYNAMIC_SHARED(memory);
+  const GradientTiles<Config, Keeps::P_and_dS> t(memory);
+  const Where<Config> where = find_where<Config>(t.S);
+  const int64 tiles = ceil_div(p.Nk, int64(Config::Bc));
+  for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
+    const int64 tile = task % tiles, sequence = task / tiles;   // the longest causal keys first
+    backward_keys<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k, tile * Config::Bc);
+  }
+}
+
+// dq of the packed rows row0 ... row0 + Br of one key head, over all keys that any of them sees.
+template <typename Config>
+CF_DEVICE void backward_rows(const BackwardParams& p, const GradientTiles<Config, Keeps::dS>& t,
+                             const Where<Config>& where, int64 b, int64 head_k, int64 row0) {
+  using T = accumulator<typename Config::element>;
+  constexpr int Br = Config::Br, Bc = Config::Bc, d = Config::d;
+  int* const seen = reinterpret_cast<int*>(t.rest);
+  const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Br);
+  load_state(t, p, rows);
+  __syncthreads();                                      // lse is there
+  load_rows(t, p, rows);
+  Accumulators<Config, Br, d> dq;
+  const Range range = key_range(p, rows);
+  for (int64 key0 = range.first; key0 < range.end; key0 += Bc) {
+    const int keys = int(min(range.end - key0, int64(Bc)));
+    load_keys(t, p, b, head_k, key0, keys);
+    __syncthreads();                                    // Q, dO, K, V are there
+    multiply_scores(t);
+    __syncthreads();                                    // S and dP are there
+    gradient_tile(t, p, rows, key0);
+    __syncthreads();                                    // S, which tells the hidden keys, and dS are there
+    if (hides_keys<Config>(p)) {
+      find_seen_keys<Config>(seen, t.S, rows.rows, keys);
+      __syncthreads();                                  // seen is there
+      forget_unseen_keys<Config, d>(t.K, seen, keys);
+      __syncthreads();                                  // K is clean
+    }
+    multiply<Bc>(dq, as_is<Bc>(t.dS), as_is<d>(t.K));                  // dQ += dS K
+    __syncthreads();                                    // K, V, delta may change
+  }
+  for (int r = int(threadIdx.x); r < Br; r += 32 * Config::warps) {
+    t.delta[r] = t.lse[r] != inf<T>() ? T(p.scale) : T(0);       // no gradient where no key is seen
+  }
+  __syncthreads();                                      // the factors are there
+  const int count = int(min(p.group * p.Nq - row0, int64(Br)));
+  store_rows(p.dq, rows.base(p.dq), rows.packed, count, int(p.d), dq, where, t.delta);
+}
+
+// Tasks: tiles of query rows of a key head.
+template <typename Config>
+CF_DEVICE void backward_dq(const BackwardParams& p) {
+  CF_DYNAMIC_SHARED(memory);
+  const GradientTiles<Config, Keeps::dS> t(memory);
+  const Where<Config> where = find_where<Config>(t.S);
+  const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
+  for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
+    const int64 tile = tiles - 1 - task % tiles, sequence = task / tiles;   // longest causal rows first
+    backward_rows<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k, tile * Config::Br);
+    __syncthreads();                                    // the memory is free for the next task
+  }
+}
+
+}  // namespace cf

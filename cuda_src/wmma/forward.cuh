@@ -1,0 +1,173 @@
+// The forward kernel. Dao, "FlashAttention-2" (2023), algorithm 1.
+#pragma once
+
+#include "../tile/softmax.cuh"
+#include "store.cuh"
+
+namespace cf {
+
+template <typename Config>
+struct ForwardTraits {
+  using T = typename Config::element;
+  using A = accumulator<T>;
+  static constexpr int side = ptx::Wmma<T>::side;
+  static constexpr int threads = 32 * Config::warps;
+  static constexpr bool own_P = sizeof(T) < sizeof(A);  // otherwise P takes the place of S
+  static constexpr int smem_bytes =
+      tile_bytes<T>(Config::Br, Config::d) + tile_bytes<T>(Config::Bc, Config::d)
+      + tile_bytes<T>(Config::Bc, Config::d_v) + tile_bytes<A>(Config::Br, Config::Bc)
+      + (own_P ? tile_bytes<T>(Config::Br, Config::Bc) : 0) + Config::Br * int(sizeof(A))
+      + Config::Br * int(sizeof(KeyRange)) + Config::Bc * int(sizeof(int));
+  static_assert(Config::d % 16 == 0 && Config::d_v % 16 == 0, "d and d_v must be multiples of 16");
+  static_assert(Config::Br % side == 0, "Br must be a multiple of 16, of 8 in float64");
+  static_assert(Config::Bc % side == 0, "Bc must be a multiple of 16, of 8 in float64");
+};
+
+// Shared memory of a block.
+template <typename Config>
+struct ForwardTiles {
+  using T = typename Config::element;
+  using A = accumulator<T>;
+  T* Q;        // [Br, d]
+  T* K;        // [Bc, d]
+  T* V;        // [Bc, d_v]
+  A* S;        // [Br, Bc]
+  T* P;        // [Br, Bc], in S where both have one type
+  A* alpha;    // [Br]
+  KeyRange* ranges;  // [Br]
+  int* seen;   // [Bc]
+
+  CF_DEVICE explicit ForwardTiles(unsigned char* memory) {
+    Carver carver{memory};
+    Q = carver.take<T>(tile_bytes<T>(Config::Br, Config::d));
+    K = carver.take<T>(tile_bytes<T>(Config::Bc, Config::d));
+    V = carver.take<T>(tile_bytes<T>(Config::Bc, Config::d_v));
+    S = carver.take<A>(tile_bytes<A>(Config::Br, Config::Bc));
+    P = reinterpret_cast<T*>(S);
+    if constexpr (ForwardTraits<Config>::own_P) P = carver.take<T>(tile_bytes<T>(Config::Br, Config::Bc));
+    alpha = carver.take<A>(Config::Br * int(sizeof(A)));
+    ranges = carver.take<KeyRange>(Config::Br * int(sizeof(KeyRange)));
+    seen = carver.take<int>(Config::Bc * int(sizeof(int)));
+  }
+};
+
+// S: q.k -> scores, for the keys key0 ... of this tile.
+template <typename Config>
+CF_DEVICE void score_tile(const ForwardTiles<Config>& t, const Params& p, const Rows& rows, int64 key0,
+                          int64 last) {
+  using T = accumulator<typename Config::element>;
+  for (int r = Own<Config>::row(); r < Config::Br; r += Own<Config>::row_step) {
+    ScoreRow<T> row = open_score_row<Config, T>(p, rows, r, t.ranges[r]);
+    row.end = min(row.end, int(last));                  // the keys from there on are another split's
+    T* line = t.S + r * pitch<T>(Config::Bc);
+    for (int j = Own<Config>::column(); j < Config::Bc; j += Own<Config>::lanes) {
+      T slope;
+      line[j] = score<Config>(p, row, line[j], int(key0) + j, slope);
+    }
+  }
+}
+
+// S -> P and alpha for all rows of the tile.
+template <typename Config, typename T>
+CF_DEVICE void softmax_tile(const ForwardTiles<Config>& t, Statistics<Config>& state, T lazy) {
+#pragma unroll
+  for (int i = 0; i < Own<Config>::rows; ++i) {
+    const int r = Own<Config>::row() + i * Own<Config>::row_step;
+    if (r >= Config::Br) continue;                      // the same in a whole warp
+    const T alpha = softmax_step<Config>(t.S + r * pitch<T>(Config::Bc),
+                                         t.P + r * pitch<typename Config::element>(Config::Bc),
+                                         state.m[i], state.l[i], lazy);
+    if (Own<Config>::column() == 0) t.alpha[r] = alpha;
+  }
+}
+
+// out or, of one split, out_partial; lse likewise.
+template <typename T>
+CF_DEVICE Tensor result_of(const ForwardParams& p, const Tensor& whole, uint64 partial, int64 columns,
+                           int64 split) {
+  if (p.splits == 1) return whole;
+  const int64 row = columns * int64(sizeof(T)), head = row * p.Nq, batch = head * p.heads_q;
+  return {partial + split * p.batch * batch, batch, head, row, sizeof(T),
+          sizeof(T) == 8 ? FLOAT64 : FLOAT32};
+}
+
+// lse = m + ln l, and 1 / l into t.alpha; 0 for rows that see no key and rows behind q_lens.
+template <typename Config>
+CF_DEVICE void finish_rows(const ForwardTiles<Config>& t, const Rows& rows,
+                           const Statistics<Config>& state, const Tensor& lse, int count) {
+  using T = accumulator<typename Config::element>;
+#pragma unroll
+  for (int i = 0; i < Own<Config>::rows; ++i) {
+    const int r = Own<Config>::row() + i * Own<Config>::row_step;
+    if (r >= count || Own<Config>::column() != 0) continue;
+    const T l = state.l[i];
+    t.alpha[r] = l != T(0) ? T(1) / l : T(0);
+    at<T>(rows.address(lse, r)) = state.m[i] + log(l);
+  }
+}
+
+// The packed rows row0 ... row0 + Br of one key head, over the keys of one split.
+template <typename Config>
+CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& t,
+                            const Where<Config>& where, int64 b, int64 head_k, int64 row0, int64 split) {
+  using T = accumulator<typename Config::element>;
+  const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Config::Br);
+  load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q),
+                                           row0, rows.rows, int(p.d), p.group, p.vector_bytes);
+  find_ranges<Config>(t.ranges, p, rows);
+  const uint64 k_base = p.k.address + b * p.k.b + head_k * p.k.h;
+  const uint64 v_base = p.v.address + b * p.v.b + head_k * p.v.h;
+  Accumulators<Config, Config::Br, Config::d_v> acc;
+  Statistics<Config> state;
+  const Range range = key_range(p, rows);
+  const int64 first = max(range.first, split * p.split_keys);
+  const int64 last = min(range.end, (split + 1) * p.split_keys);
+  for (int64 key0 = first; key0 < last; key0 += Config::Bc) {
+    const int keys = int(min(last - key0, int64(Config::Bc)));
+    load_tile<Config, Config::Bc, Config::d>(t.K, p.k, k_base, key0, keys, int(p.d), 1, p.vector_bytes);
+    load_tile<Config, Config::Bc, Config::d_v>(t.V, p.v, v_base, key0, keys, int(p.d_v), 1,
+                                               p.vector_bytes);
+    __syncthreads();                                    // Q, K, V, ranges are there
+    multiply_into<Config::d, Config::Br, Config::Bc, Config>(t.S, as_is<Config::d>(t.Q),
+                                                             transposed<Config::d>(t.K));
+    __syncthreads();                                    // S is there
+    score_tile<Config>(t, p, rows, key0, last);
+    if (hides_keys<Config>(p)) {
+      __syncthreads();                                  // the scores of all rows are there
+      find_seen_keys<Config>(t.seen, t.S, rows.rows, keys);
+      __syncthreads();                                  // seen is there, and S may change
+      forget_unseen_keys<Config, Config::d_v>(t.V, t.seen, keys);
+    }
+    softmax_tile<Config>(t, state, T(p.lazy));
+    __syncthreads();                                    // P and alpha are there
+    scale_rows(acc, where, t.alpha);
+    multiply<Config::Bc>(acc, as_is<Config::Bc>(t.P), as_is<Config::d_v>(t.V));   // acc += P V
+    __syncthreads();                                    // V and alpha may change
+  }
+  const int count = int(min(p.group * p.Nq - row0, int64(Config::Br)));
+  const Tensor out = result_of<T>(p, p.out, p.out_partial, p.d_v, split);
+  const Tensor lse = result_of<T>(p, p.lse, p.lse_partial, 1, split);
+  finish_rows<Config>(t, rows, state, lse, count);
+  __syncthreads();                                      // 1 / l is there
+  store_rows(out, rows.base(out), rows.packed, count, int(p.d_v),
+             acc, where, t.alpha);
+}
+
+// Tasks: tiles of query rows of a key head, each once per split of the keys.
+template <typename Config>
+CF_DEVICE void forward(const ForwardParams& p) {
+  CF_DYNAMIC_SHARED(memory);
+  const ForwardTiles<Config> t(memory);
+  const Where<Config> where = find_where<Config>(t.S);
+  const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
+  for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
+    const int64 split = task % p.splits;
+    const int64 tile = tiles - 1 - task / p.splits % tiles;   // the longest causal rows first
+    const int64 sequence = task / (p.splits * tiles);
+    forward_tile<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k, tile * Config::Br,
+                         split);
+    __syncthreads();                                    // the memory is free for the next task
+  }
+}
+
+}  // namespace cf

@@ -1,0 +1,212 @@
+// Products of tiles in shared memory, summed in fragments that the warps of a block share out.
+//
+// One product serves all seven of forward and backward:
+//
+//     S = Q K^T    acc += P V    dP = dO V^T    dV += P^T dO    dK += dS^T Q    dQ += dS K
+//
+// K^T, V^T, P^T and dS^T are the tiles as they lie, read by columns. No layout of fragments is
+// assumed: which row and column an element belongs to is loaded like a matrix (see `Where`).
+#pragma once
+
+#include "../tile/tiles.cuh"
+
+namespace cf {
+
+CF_HOST_DEVICE constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+
+template <typename Config>
+using Wmma = ptx::Wmma<typename Config::element>;
+
+// Depth after which a sum moves from the fragment to a total; 0: never. Tensor cores drop bits of
+// float32 sums, all to one side: at N = 16384 a running sum over mean-1 values is no better than
+// plain TF32. In float64 a chain over d = 256 has five times the rounding error of a BLAS product.
+template <typename Config>
+CF_HOST_DEVICE constexpr int chain_depth() {
+  return sizeof(typename Config::element) == 8 || Config::precision == 2 ? 32 : 0;
+}
+
+// A matrix [M, N] in fragments. Warps stand in a grid over the fragments, as many of them below
+// each other as divide its rows.
+template <typename Config, int M, int N>
+struct Accumulators {
+  using Element = typename Config::element;
+  using C = typename Wmma<Config>::C;
+  static constexpr int side = Wmma<Config>::side;
+  static constexpr int sums = int(sizeof(C) / sizeof(accumulator<Element>));
+  static constexpr int warps_m = gcd(Config::warps, M / side), warps_n = Config::warps / warps_m;
+  static constexpr int rows = M / side / warps_m, columns = ceil_div(N / side, warps_n);
+  static_assert(M % side == 0 && N % side == 0, "a tile must be whole fragments");
+
+  C x[rows][columns];
+
+  static CF_DEVICE int warp() { return int(threadIdx.x) / 32; }
+  // First row and first column of a fragment in the matrix.
+  static CF_DEVICE int row(int i) { return (warp() % warps_m + i * warps_m) * side; }
+  static CF_DEVICE int column(int j) { return (warp() / warps_m + j * warps_n) * side; }
+  // The last column of the grid may stand beside the matrix.
+  static CF_DEVICE bool owns(int j) { return N / side % warps_n == 0 || column(j) < N; }
+
+  CF_DEVICE Accumulators() : x{} {}
+};
+
+// Row and column of each element that a lane holds of any accumulator fragment.
+template <typename Config>
+struct Where {
+  using T = accumulator<typename Config::element>;
+  static constexpr int side = Wmma<Config>::side;
+  int index[sizeof(typename Wmma<Config>::C) / sizeof(T)];
+
+  CF_DEVICE int row(int e) const { return index[e] / side; }
+  CF_DEVICE int column(int e) const { return index[e] % side; }
+};
+
+// Asks the fragments: element (i, j) of a matrix holds its own number. scratch: [side, side] of
+// shared memory, which the caller may use again behind the next barrier.
+template <typename Config>
+CF_DEVICE Where<Config> find_where(accumulator<typename Config::element>* scratch) {
+  using T = accumulator<typename Config::element>;
+  constexpr int side = Wmma<Config>::side;
+  for (int i = int(threadIdx.x); i < side * side; i += 32 * Config::warps) scratch[i] = T(i);
+  __syncthreads();
+  typename Wmma<Config>::C numbers;
+  Wmma<Config>::load_c(numbers, scratch, side);
+  Where<Config> where;
+#pragma unroll
+  for (int e = 0; e < Accumulators<Config, side, side>::sums; ++e) where.index[e] = int(numbers.x[e]);
+  return where;
+}
+
+// A tile in shared memory as an operand. Layout::col: its transpose.
+template <Layout layout_, typename T>
+struct Operand {
+  static constexpr Layout layout = layout_;
+  const T* data;
+  int pitch;
+
+  CF_DEVICE const T* at(int i, int j) const {
+    return layout == Layout::row ? data + i * pitch + j : data + j * pitch + i;
+  }
+};
+
+// A tile of `width` columns as a product reads it.
+template <int width, typename T>
+CF_DEVICE Operand<Layout::row, T> as_is(const T* tile) {
+  return {tile, pitch<T>(width)};
+}
+template <int width, typename T>
+CF_DEVICE Operand<Layout::col, T> transposed(const T* tile) {
+  return {tile, pitch<T>(width)};
+}
+
+// The part of float32 operands that TF32 keeps, and the part that it would lose.
+template <typename Fragment>
+CF_DEVICE void split(const Fragment& x, Fragment& high, Fragment& low) {
+#pragma unroll
+  for (int e = 0; e < int(sizeof(x.x) / sizeof(x.x[0])); ++e) {
+    high.x[e] = round_to_tf32(x.x[e]);
+    const float rest = ptx::bits_to_float(x.x[e]) - ptx::bits_to_float(high.x[e]);
+    low.x[e] = round_to_tf32(ptx::float_to_bits(rest));
+  }
+}
+
+// c += A B over a depth of one chain, fragment (i, j) of the product starting at (row, column).
+template <typename Config, typename OperandA, typename OperandB>
+CF_DEVICE void add_chain(typename Wmma<Config>::C& c, OperandA A, OperandB B, int row, int column,
+                         int k0, int k_end) {
+  using W = Wmma<Config>;
+  constexpr Layout la = OperandA::layout, lb = OperandB::layout;
+  typename W::C large = {}, small = {};
+  for (int k = k0; k < k_end; k += W::depth) {
+    typename W::A a;
+    typename W::B b;
+    W::template load_a<la>(a, A.at(row, k), A.pitch);
+    W::template load_b<lb>(b, B.at(k, column), B.pitch);
+    if constexpr (Config::precision == 2) {
+      typename W::A a_high, a_low;
+      typename W::B b_high, b_low;
+      split(a, a_high, a_low);
+      split(b, b_high, b_low);
+      W::template mma<la, lb>(small, a_low, b_high);      // a sum of their own: next to the large
+      W::template mma<la, lb>(small, a_high, b_low);      // products they would lose digits
+      W::template mma<la, lb>(large, a_high, b_high);
+    } else {
+      W::template mma<la, lb>(large, a, b);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < int(sizeof(c.x) / sizeof(c.x[0])); ++e) c.x[e] += large.x[e] + small.x[e];
+}
+
+// acc += A B, with A [M, depth] and B [depth, N].
+template <int depth, typename Config, int M, int N, typename OperandA, typename OperandB>
+CF_DEVICE void multiply(Accumulators<Config, M, N>& acc, OperandA A, OperandB B) {
+  using W = Wmma<Config>;
+  using Acc = Accumulators<Config, M, N>;
+  constexpr Layout la = OperandA::layout, lb = OperandB::layout;
+  static_assert(depth % W::depth == 0, "the depth of a product must be whole fragments");
+  constexpr int chain = chain_depth<Config>();
+  if constexpr (chain > 0) {
+#pragma unroll 1
+    for (int k = 0; k < depth; k += chain) {
+#pragma unroll
+      for (int j = 0; j < Acc::columns; ++j) {
+        if (!acc.owns(j)) continue;
+#pragma unroll
+        for (int i = 0; i < Acc::rows; ++i) {
+          add_chain<Config>(acc.x[i][j], A, B, acc.row(i), acc.column(j), k, min(k + chain, depth));
+        }
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int k = 0; k < depth; k += W::depth) {
+      typename W::A a[Acc::rows];
+#pragma unroll
+      for (int i = 0; i < Acc::rows; ++i) {
+        W::template load_a<la>(a[i], A.at(acc.row(i), k), A.pitch);
+      }
+#pragma unroll
+      for (int j = 0; j < Acc::columns; ++j) {
+        if (!acc.owns(j)) continue;
+        typename W::B b;
+        W::template load_b<lb>(b, B.at(k, acc.column(j)), B.pitch);
+#pragma unroll
+        for (int i = 0; i < Acc::rows; ++i) W::template mma<la, lb>(acc.x[i][j], a[i], b);
+      }
+    }
+  }
+}
+
+// tile [M, N] = A B.
+template <int depth, int M, int N, typename Config, typename T, typename OperandA, typename OperandB>
+CF_DEVICE void multiply_into(T* tile, OperandA A, OperandB B) {
+  using Acc = Accumulators<Config, M, N>;
+  Acc product;
+  multiply<depth>(product, A, B);
+#pragma unroll
+  for (int j = 0; j < Acc::columns; ++j) {
+    if (!product.owns(j)) continue;
+#pragma unroll
+    for (int i = 0; i < Acc::rows; ++i) {
+      T* corner = tile + product.row(i) * pitch<T>(N) + product.column(j);
+      Wmma<Config>::store_c(corner, product.x[i][j], pitch<T>(N));
+    }
+  }
+}
+
+// acc = diag(alpha) acc.
+template <typename Config, int M, int N, typename T>
+CF_DEVICE void scale_rows(Accumulators<Config, M, N>& acc, const Where<Config>& where, const T* alpha) {
+  using Acc = Accumulators<Config, M, N>;
+#pragma unroll
+  for (int i = 0; i < Acc::rows; ++i) {
+#pragma unroll
+    for (int e = 0; e < Acc::sums; ++e) {
+      const T factor = alpha[acc.row(i) + where.row(e)];
+#pragma unroll
+      for (int j = 0; j < Acc::columns; ++j) acc.x[i][j].x[e] *= factor;
+    }
+  }
+}
+
+}  // namespace cf

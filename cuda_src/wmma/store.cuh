@@ -1,0 +1,40 @@
+// From accumulators to arrays.
+#pragma once
+
+#include "product.cuh"
+
+namespace cf {
+
+// The same factor for all rows.
+template <typename T>
+struct Uniform {
+  T value;
+  CF_DEVICE T operator[](int) const { return value; }
+};
+
+// t[row r] = factor[r] * acc[r] for r < count, 0 where the factor is 0: an accumulator that the row
+// did not fill may hold a NaN of its neighbours. base: the first row of the first head.
+template <typename Config, int M, int N, typename Factor>
+CF_DEVICE void store_rows(const Tensor& t, uint64 base, const PackedRows& rows, int count, int columns,
+                          const Accumulators<Config, M, N>& acc, const Where<Config>& where,
+                          const Factor& factor) {
+  using T = accumulator<typename Config::element>;
+  using Acc = Accumulators<Config, M, N>;
+#pragma unroll
+  for (int i = 0; i < Acc::rows; ++i) {
+#pragma unroll
+    for (int e = 0; e < Acc::sums; ++e) {
+      const int r = acc.row(i) + where.row(e);
+      if (r >= count) continue;
+      const uint64 row = base + rows.offset(t, r);
+#pragma unroll
+      for (int j = 0; j < Acc::columns; ++j) {
+        const int c = acc.column(j) + where.column(e);
+        const T x = factor[r] != T(0) ? acc.x[i][j].x[e] * factor[r] : T(0);
+        if (c < columns) store(row + c * t.c, t.kind, x);
+      }
+    }
+  }
+}
+
+}  // namespace cf

@@ -1,0 +1,27 @@
+// One compiled unit as a library: CF_UNIT is the unit's file, CF_ENTRY its function, CF_PARAMS the
+// type of the function's parameter.
+#include "fibers.h"
+
+#include CF_UNIT
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+static std::set<std::string> seen;
+
+// Runs the kernel on `grid` blocks. skip: "file.cuh:line" of a barrier to leave out, or "".
+// Returns 0; 1 after a deadlock; 2 if the parameters have another size.
+EXPORT int run(const void* params, size_t size, unsigned grid, unsigned threads,
+                   size_t shared_bytes, uint64_t seed, const char* skip) {
+  CF_PARAMS p;
+  if (size != sizeof p) return 2;
+  memcpy(&p, params, size);
+  return fibers::launch([&] { CF_ENTRY(p); }, grid, threads, shared_bytes, seed, skip, seen);
+}
+
+// The barriers that the last run reached, one "file.cuh:line" a line.
+EXPORT const char* barriers() {
+  static std::string text;
+  text.clear();
+  for (const std::string& place : seen) text += place + "\n";
+  return text.c_str();
+}

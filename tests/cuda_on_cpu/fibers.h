@@ -1,0 +1,200 @@
+// The part of CUDA C++ that the kernels use, for a C++ compiler: the threads of a block are fibers
+// of one system thread, blocks run one after the other.
+//
+// A fiber runs until it waits at a barrier, a shuffle or a product of its warp; which of those
+// that can go on comes next is drawn at random. An order that no barrier forbids so comes up sooner
+// or later, and a result that depends on it differs: that is the race check. A barrier can be
+// skipped by its place in the source. Shared memory starts as NaN.
+#pragma once
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __shared__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define CF_DYNAMIC_SHARED(name) unsigned char* name = fibers::block->shared.get()
+#define threadIdx (fibers::Index{fibers::current})
+#define blockIdx (fibers::Index{fibers::block->index})
+#define gridDim (fibers::Index{fibers::block->grid})
+#define __syncthreads() fibers::barrier(__FILE__, __LINE__, false)
+#define __syncwarp() fibers::barrier(__FILE__, __LINE__, true)
+
+namespace fibers {
+
+constexpr unsigned WARP = 32;
+constexpr size_t STACK = 64 << 10;
+constexpr size_t SLOT = 64;               // bytes that a lane can hand over at one meeting
+
+struct Index {
+  unsigned x;
+};
+
+struct Fiber {
+  jmp_buf state;
+  ucontext_t start;
+  std::unique_ptr<char[]> stack{new char[STACK]};
+  bool started = false;
+};
+
+// Where fibers meet: all of a block, or of a warp.
+struct Meeting {
+  std::vector<unsigned> waiting;
+};
+
+struct Warp {
+  Meeting meeting;
+  unsigned parity[WARP] = {};              // which half of `slots` a lane fills next
+  alignas(64) unsigned char slots[2][WARP][SLOT];
+};
+
+struct Block {
+  unsigned index = 0, grid = 1, threads = 0;
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::vector<unsigned> ready;             // fibers that can go on
+  Meeting all;
+  unsigned alive = 0;
+  std::unique_ptr<unsigned char[]> shared;
+  std::function<void()> kernel;
+  jmp_buf scheduler;
+  uint64_t random = 0;
+  std::string skip;                        // "file.cuh:line" of a barrier to leave out
+  std::set<std::string> seen;              // the barriers that were reached
+};
+
+inline Block* block = nullptr;
+inline unsigned current = 0;
+
+inline unsigned draw(unsigned n) {
+  block->random = block->random * 6364136223846793005u + 1442695040888963407u;
+  return unsigned((block->random >> 33) % n);
+}
+
+// Back to the scheduler; returns when it is this fiber's turn again.
+__attribute__((noinline)) inline void wait() {
+  if (!_setjmp(block->fibers[current].state)) _longjmp(block->scheduler, 1);
+}
+
+// Waits until `count` fibers are here.
+inline void meet(Meeting& meeting, unsigned count) {
+  meeting.waiting.push_back(current);
+  if (meeting.waiting.size() < count) return wait();
+  block->ready.insert(block->ready.end(), meeting.waiting.begin(), meeting.waiting.end());
+  meeting.waiting.clear();
+  wait();
+}
+
+inline unsigned lane() { return current % WARP; }
+inline Warp& warp() { return block->warps[current / WARP]; }
+
+inline void barrier(const char* file, int line, bool of_warp) {
+  const char* name = strrchr(file, '/');
+  const std::string place = std::string(name ? name + 1 : file) + ":" + std::to_string(line);
+  block->seen.insert(place);
+  if (place == block->skip) return;
+  if (of_warp) {
+    meet(warp().meeting, WARP);
+  } else {
+    meet(block->all, block->alive);
+  }
+}
+
+// Every lane shows a value to its warp; returns where all 32 lie, until the warp's next but one
+// exchange.
+template <typename T>
+unsigned char (*exchange(const T& value))[SLOT] {
+  static_assert(sizeof(T) <= SLOT, "a slot is too small");
+  const unsigned half = warp().parity[lane()];
+  warp().parity[lane()] = 1 - half;
+  memcpy(warp().slots[half][lane()], &value, sizeof value);
+  meet(warp().meeting, WARP);
+  return warp().slots[half];
+}
+
+template <typename T>
+T shown(unsigned char (*slots)[SLOT], unsigned from) {
+  T value;
+  memcpy(&value, slots[from], sizeof value);
+  return value;
+}
+
+inline void entry() {
+  block->kernel();
+  --block->alive;
+  block->fibers[current].started = false;
+  _longjmp(block->scheduler, 1);
+}
+
+inline void resume(Fiber& fiber) {
+  if (fiber.started) _longjmp(fiber.state, 1);
+  fiber.started = true;
+  getcontext(&fiber.start);
+  fiber.start.uc_stack.ss_sp = fiber.stack.get();
+  fiber.start.uc_stack.ss_size = STACK;
+  fiber.start.uc_link = nullptr;
+  makecontext(&fiber.start, entry, 0);
+  setcontext(&fiber.start);
+}
+
+// Runs one block; false if its threads wait for each other for ever.
+__attribute__((noinline)) inline bool run_block(Block& b) {
+  block = &b;
+  b.alive = b.threads;
+  b.all.waiting.clear();
+  b.ready.clear();
+  for (Warp& w : b.warps) w.meeting.waiting.clear();
+  for (unsigned i = 0; i < b.threads; ++i) b.ready.push_back(i);
+  while (b.alive != 0) {
+    if (b.ready.empty()) return false;
+    const unsigned pick = draw(unsigned(b.ready.size()));
+    current = b.ready[pick];
+    b.ready[pick] = b.ready.back();
+    b.ready.pop_back();
+    if (!_setjmp(b.scheduler)) resume(b.fibers[current]);
+  }
+  return true;
+}
+
+// Runs the kernel over a grid of blocks; returns 0, or 1 after a deadlock.
+inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads, size_t shared_bytes,
+                  uint64_t seed, const char* skip, std::set<std::string>& seen) {
+  Block b;
+  b.grid = grid;
+  b.threads = threads;
+  b.kernel = std::move(kernel);
+  b.fibers = std::vector<Fiber>(threads);
+  b.warps = std::vector<Warp>(threads / WARP);
+  b.random = seed;
+  b.skip = skip;
+  bool finished = true;
+  for (b.index = 0; b.index < grid && finished; ++b.index) {
+    // An array of its own, of exactly this size, so that AddressSanitizer sees every byte too many.
+    b.shared.reset(new unsigned char[shared_bytes]);
+    memset(b.shared.get(), 0xFF, shared_bytes);
+    for (Fiber& fiber : b.fibers) fiber.started = false;
+    finished = run_block(b);
+  }
+  seen = b.seen;
+  return finished ? 0 : 1;
+}
+
+}  // namespace fibers
+
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return fibers::shown<T>(fibers::exchange(value), fibers::lane() ^ unsigned(mask));
+}

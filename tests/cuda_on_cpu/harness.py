@@ -1,0 +1,165 @@
+"""Plans, units and parameters of the GPU, run by a C++ compiler's program on NumPy arrays.
+
+The text that is compiled and the bytes of the parameter struct are those that a GPU gets; only the
+tiles may be smaller than any of the planner's table, so that a test is quick.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from cupy_flash.backends.cpu import _with_results
+from cupy_flash.backends.cuda import params, source
+from cupy_flash.backends.cuda.unit import ENTRIES, unit
+from cupy_flash.bind import Options, bind_backward, bind_forward
+from cupy_flash.device import GpuDevice
+from cupy_flash.plan import cuda_tiles
+from cupy_flash.plan.cuda import plan_backward, plan_forward
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+# Aliasing: tiles are written as 16-byte chunks and read as elements, which CUDA's compilers allow.
+# Fortified longjmp refuses to jump between stacks.
+FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE",
+         "-ffp-contract=off", "-fvisibility=hidden", "-fno-gnu-unique")
+NAN_BYTE = 0xFF
+_jobs = ThreadPoolExecutor(max(1, min(2, len(os.sched_getaffinity(0)))))
+
+
+@cache
+def build_folder():
+    """A folder for this session's libraries; it goes when the process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="cuda_on_cpu_")
+    build_folder.keep = folder
+    return Path(folder.name)
+
+
+@cache
+def build(entry, config, smem_bytes, flags=("-O1",), folder=None):
+    """Start to compile a unit; returns a future of the path of its library."""
+    name, text = unit(entry, replace(config, lazy=0.0), smem_bytes)
+    key = hashlib.sha256(repr((text, flags, folder)).encode()).hexdigest()[:8]
+    return _jobs.submit(_compile, f"{name}_{key}", name, text, entry, flags, folder)
+
+
+def _compile(stem, name, text, entry, flags, folder):
+    """One run of the compiler. folder: of the CUDA sources."""
+    library, code = (build_folder() / f"{stem}{suffix}" for suffix in (".so", ".cu"))
+    code.write_text(text)
+    command = [COMPILER, *FLAGS, *flags, f"-I{HERE}", f"-I{folder or source.folder()}",
+               '-DCF_PTX_TWIN="ptx_twin.h"', f'-DCF_UNIT="{code}"', f"-DCF_ENTRY={name}",
+               f"-DCF_PARAMS=cf::{ENTRIES[entry][1]}", str(HERE / "driver.cpp"), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name} does not compile:\n{done.stderr[:4000]}")
+    return library
+
+
+@contextmanager
+def tile(Br, Bc, warps):
+    """Within the context, plans have this tile instead of one of the table's."""
+    table = dict(cuda_tiles.TILES)
+    row = (cuda_tiles.Tile(Br, Bc, warps, "of a test"),)
+    cuda_tiles.TILES.update(dict.fromkeys(table, row))
+    try:
+        yield
+    finally:
+        cuda_tiles.TILES.update(table)
+
+
+class Fibers:
+    """The GPU that there is not.
+
+    Parameters
+    ----------
+    Br, Bc, warps : int
+        The tile of every kernel.
+    seed : int
+        Of the order in which fibers run.
+    grid : int
+        At most so many blocks a launch; fewer than tasks make a block do several.
+    sms : int
+        Multiprocessors in the eyes of the planner; many of them make it split the keys.
+    skip : str
+        ``"file.cuh:line"`` of a barrier that is left out.
+    """
+
+    def __init__(self, Br=16, Bc=16, warps=2, seed=1, grid=3, sms=1, skip="", flags=("-O1",)):
+        self.tile = (Br, Bc, warps)
+        self.seed, self.grid, self.skip, self.flags = seed, grid, skip, flags
+        self.device = GpuDevice(0, "fibers", 80, sms, 163 << 10)
+        self.barriers = {}              # entry: the barriers that it reached
+
+    def forward(self, q, k, v, *, out_dtype=None, **options):
+        """out and lse, as `cupy_flash.attention` returns them."""
+        problem, operands = bind_forward(q, k, v, Options(**options), out_dtype=out_dtype)
+        operands = self.run(self.plan("forward", problem), operands)
+        return _axes(operands.out, q.ndim), _axes(operands.lse, q.ndim - 1)
+
+    def backward(self, dout, q, k, v, out, lse, *, dlse=None, grad_dtype=None, **options):
+        """dq, dk, dv and dbias (or None), as `cupy_flash.attention_backward` returns them."""
+        problem, operands = bind_backward(dout, q, k, v, out, lse, Options(**options), dlse=dlse,
+                                          grad_dtype=grad_dtype)
+        o = self.run(self.plan("backward", problem), operands)
+        dbias = None if o.dbias is None else o.dbias.reshape(options["bias"].shape)
+        return tuple(_axes(x, q.ndim) for x in (o.dq, o.dk, o.dv)) + (dbias,)
+
+    def plan(self, direction, problem):
+        """The plan that a GPU would get, with this tile."""
+        with tile(*self.tile):
+            return (plan_forward if direction == "forward" else plan_backward)(problem, self.device)
+
+    def run(self, plan, operands):
+        """Every launch of a plan, in order; workspace and results start as NaN."""
+        operands = _with_results(plan, operands)
+        given = set() if plan.direction == "forward" else {"out", "lse"}
+        for name in {"out", "lse", "dq", "dk", "dv", "dbias"} - given:
+            if getattr(operands, name) is not None:
+                _poison(getattr(operands, name))
+        buffers = {b.name: np.empty(b.extent, b.dtype) for b in plan.workspace}
+        for buffer in buffers.values():
+            _poison(buffer)
+        addresses = {name: params.address(buffer) for name, buffer in buffers.items()}
+        for launch in plan.launches:
+            build(launch.entry, launch.config, launch.smem_bytes, self.flags)
+        for launch in plan.launches:
+            packed = params.pack(plan, launch, operands, {"delta": 0} | addresses)
+            self.launch(launch, packed)
+        return operands
+
+    def launch(self, launch, packed):
+        """One kernel."""
+        library = _load(build(launch.entry, launch.config, launch.smem_bytes, self.flags).result())
+        code = library.run(packed.ctypes.data, packed.nbytes, min(launch.tasks, self.grid),
+                           launch.threads, launch.smem_bytes, self.seed, self.skip.encode())
+        if code:
+            raise RuntimeError(f"{launch.entry}: " + ("deadlock", "wrong size of params")[code - 1])
+        self.barriers[launch.entry] = library.barriers().decode().split()
+
+
+@cache
+def _load(path):
+    library = ctypes.CDLL(str(path))
+    library.run.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint, ctypes.c_uint,
+                            ctypes.c_size_t, ctypes.c_uint64, ctypes.c_char_p)
+    library.barriers.restype = ctypes.c_char_p
+    return library
+
+
+def _poison(array):
+    array[...] = np.float64(np.nan).astype(array.dtype)
+
+
+def _axes(array, ndim):
+    """`array` without the leading axes of length 1 that binding added."""
+    return array.reshape(array.shape[array.ndim - ndim:])
