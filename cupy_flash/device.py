@@ -91,9 +91,9 @@ def adopt(name, x):
     try:
         import cupy
     except ImportError:
-        raise NotImplementedError(
-            f"`{name}` is on a GPU, and CuPy is not installed, which computes there: "
-            'pip install "cupy-flash[cuda13x]" (or [cuda12x]), or pass NumPy arrays') from None
+        raise _no_cupy(name, "is not installed") from None
+    if not cupy.is_available():
+        raise _no_cupy(name, "finds no CUDA device")
     if hasattr(x, "__dlpack__"):
         try:
             return cupy.from_dlpack(x)
@@ -106,3 +106,9 @@ def adopt(name, x):
             "interface has no word for bfloat16, so what these two bytes mean is unknown; pass a "
             "CuPy array, or an object with DLPack")
     return cupy.asarray(x)
+
+
+def _no_cupy(name, reason):
+    return NotImplementedError(
+        f"`{name}` is on a GPU, and CuPy, which computes there, {reason}: "
+        'pip install "cupy-flash[cuda13x]" (or [cuda12x]), or pass NumPy arrays')

@@ -10,6 +10,8 @@ import pytest
 from cases import Inputs
 from hypothesis import HealthCheck, settings
 
+from cupy_flash.backends.cuda import probe
+
 # A first example may compile kernels for seconds, which says nothing about the example.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
@@ -33,9 +35,28 @@ class Backend:
 
 
 CPU = Backend("cpu", np, np.asarray, np.asarray)
+GPU_MISSING = probe.cuda().missing
 
 
-@pytest.fixture(params=[CPU], ids=lambda backend: backend.name, scope="session")
+def backends():
+    """The CPU, and CUDA where there is a device; tests on it can be picked with ``-m gpu``."""
+    yield pytest.param(CPU, id="cpu")
+    if GPU_MISSING is None:
+        import cupy
+
+        cuda = Backend("cuda", cupy, cupy.asarray, cupy.asnumpy)
+        yield pytest.param(cuda, id="cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=backends(), scope="session")
 def backend(request):
     """Each backend in turn; a test that uses it runs once on every one."""
     return request.param
+
+
+def pytest_collection_modifyitems(items):
+    """What only a GPU can show is skipped where there is none."""
+    if GPU_MISSING is not None:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=GPU_MISSING))
