@@ -124,6 +124,7 @@ def forward_slab(problem, config):
         (Bc, Br),
         (p.d, Br),
         (FEW_ROWS, p.d),
+        (FEW_ROWS, config.Bc),
         (Br + MICRO_ROWS, max(p.d, p.d_v)),
         (5, Br),
     ]

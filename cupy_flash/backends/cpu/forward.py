@@ -11,12 +11,12 @@ from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import key_range, open_rows
 from .micro_kernel import FEW_ROWS, few_products, few_scores, matmul
 from .scores import finish_scores
-from .softmax import scale_rows, softmax_step
+from .softmax import scale_rows, softmax_row_step, softmax_step
 from .tiles import carve, load_tile, packed_address, round_tile, store_row, transpose_tile
 
-# Scratch of one worker. q_t: [d, query]; q: [query, d] of few rows; S: [key, query];
-# acc: [query, d_v]; the rest: [query].
-Tiles = namedtuple("Tiles", "k v S q_t q acc m l alpha m_ref part")
+# Scratch of one worker. S: [key, query]; q_t: [d, query]; acc: [query, d_v]; for few rows
+# s: [query, key] and q: [query, d]; the rest: [query].
+Tiles = namedtuple("Tiles", "k v S s q_t q acc m l alpha m_ref part")
 
 
 @tile_function
@@ -25,11 +25,12 @@ def carve_tiles(slab, p):
     k, end = carve(slab, 0, p.Bc + 6, p.d)
     v, end = carve(slab, end, p.Bc + 6, p.d_v)
     S, end = carve(slab, end, p.Bc + 6, p.Br)
+    s, end = carve(slab, end, FEW_ROWS, p.Bc)
     q_t, end = carve(slab, end, p.d, p.Br)
     q, end = carve(slab, end, FEW_ROWS, p.d)
     acc, end = carve(slab, end, p.Br + 6, max(p.d, p.d_v))
     state, end = carve(slab, end, 5, p.Br)
-    return Tiles(k, v, S, q_t, q, acc, state[0], state[1], state[2], state[3], state[4])
+    return Tiles(k, v, S, s, q_t, q, acc, state[0], state[1], state[2], state[3], state[4])
 
 
 @kernel
@@ -100,9 +101,27 @@ def load_queries(p, t, rows):
 @tile_function
 def few_rows_step(p, t, k, v, rows, key0, keys):
     """One key tile for few rows; k and v are the tile's or the user's memory."""
+    if plain(p, rows, key0, keys):
+        few_scores(t.s.T, k, t.q, v, rows.rows, keys, p.d)
+        for r in range(rows.rows):
+            if softmax_row_step(t.s, t.m, t.l, t.alpha, t.part, r, keys, t.s.dtype.type(p.lazy)):
+                for c in range(p.d_v):
+                    t.acc[r, c] *= t.alpha[r]
+        few_products(t.acc, t.s, v, rows.rows, p.d_v, keys)
+        return
     few_scores(t.S, k, t.q, v, rows.rows, keys, p.d)
     probabilities(p, t, rows, key0, keys)
     few_products(t.acc, t.S.T, v, rows.rows, p.d_v, keys)
+
+
+@tile_function
+def plain(p, rows, key0, keys):
+    """Whether the scores are the probabilities' exponents as they are, and P is not rounded."""
+    visible = p.softcap == 0 and p.slopes.address == 0 and p.mask.address == 0
+    visible = visible and p.bias.address == 0 and p.round_P == ROUND_NOT
+    for r in range(rows.rows):
+        visible = visible and rows.first[r] <= key0 and key0 + keys <= rows.end[r]
+    return visible
 
 
 @tile_function

@@ -8,6 +8,7 @@ import numpy as np
 
 from .elementary import exp
 from .jit import tile_function
+from .micro_kernel import VECTOR_BYTES
 
 CHAIN = 16  # probabilities that are added in one chain
 
@@ -47,6 +48,36 @@ def softmax_step(S, m, l, alpha, m_ref, part, keys, lanes, lazy):
         for i in range(lanes):
             l[i] += part[i]
     return moved
+
+
+@tile_function
+def softmax_row_step(s, m, l, alpha, lane, r, keys, lazy):
+    """`softmax_step` for row r alone, with its keys along the lanes: s[r, :keys] becomes P.
+
+    lane: room for a row of lanes. True if alpha is not 1.
+    """
+    width = VECTOR_BYTES // s.itemsize
+    padded = (keys + width - 1) // width * width
+    s[r, keys:padded] = -np.inf
+    for i in range(width):
+        lane[i] = -np.inf
+    for j in range(0, padded, width):
+        for i in range(width):
+            lane[i] = s[r, j + i] if s[r, j + i] > lane[i] else lane[i]
+    top = lane[:width].max()
+    m_new = top if top > m[r] + lazy else m[r]
+    m_ref = s.dtype.type(0) if m_new == -np.inf else m_new
+    alpha[r] = exp(m[r] - m_ref)
+    m[r] = m_new
+    for i in range(width):
+        lane[i] = 0
+    for j in range(0, padded, width):
+        for i in range(width):
+            p = exp(s[r, j + i] - m_ref)
+            s[r, j + i] = p
+            lane[i] += p
+    l[r] = alpha[r] * l[r] + lane[:width].sum()
+    return alpha[r] != 1
 
 
 @tile_function
