@@ -257,8 +257,8 @@ def _device(operands):
 def _backend(kind):
     """The module that computes there; Numba and CuPy load with the first call that needs them."""
     if kind == "cuda":
-        from .backends import cuda
-        return cuda
+        from .backends.cuda import launch
+        return launch
     from .backends import cpu
     return cpu
 

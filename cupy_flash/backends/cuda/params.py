@@ -164,5 +164,4 @@ def address(x):
     """Where an array starts: a CuPy array, or a NumPy array when the kernels run on a CPU."""
     if x is None:
         return 0
-    data = x.data
-    return data.ptr if hasattr(data, "ptr") else x.ctypes.data
+    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
