@@ -118,3 +118,9 @@ def fenced(array, byte=NAN_BYTE, xp=np, margin=3):
     fence = Fence(array.shape, array.dtype, byte, xp, margin)
     fence.array[...] = array
     return fence.array
+
+
+def fill_free_memory(xp, byte):
+    """Leave `byte` in memory that the next allocations are likely to get: fresh it is zero."""
+    kept = [xp.full(2**n, byte, np.uint8) for n in range(4, 23) for _ in range(2)]
+    del kept

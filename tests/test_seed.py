@@ -1,5 +1,7 @@
 """Answers known in advance, and tiles of every shape that must give them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from answers import answers, floors, judge
@@ -87,7 +89,7 @@ CASES = (
 @pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_the_same_scores_cut_into_tiles(backend, case, tiles, dtype):
-    case = Case(**{**case.__dict__, "dtype": dtype})
+    case = replace(case, dtype=dtype)
     x = inputs(case)
     with tuned(**tiles):
         out, lse = attend(backend, x)

@@ -1,5 +1,7 @@
 """attention_vjp: forward and a pullback, checked through the public interface alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from answers import answers, floors, judge
@@ -70,7 +72,7 @@ def test_tf32_holds_for_the_pullback(backend):
 def test_pullback_is_the_derivative_of_the_forward_call(backend, label):
     """Central differences along random directions, through `cf.attention` itself."""
     feature = next(f for f in FEATURES if f.label == label)
-    case = Case(**{**feature.__dict__, "dtype": "float64", "data": "normal"})
+    case = replace(feature, dtype="float64", data="normal")
     x = inputs(case)
     rng = np.random.default_rng(3)
 
