@@ -54,17 +54,32 @@ def add_head(p, t, acc, b, head, row0, key0):
 
 @tile_function
 def add_tile(p, acc, dS, rows, keys):
-    """acc += dS, folded onto the first line of a broadcast axis."""
-    for j in range(keys):
-        line = 0 if p.Nbias_k == 1 else j
-        if p.Nbias_q == 1:
-            total = acc.dtype.type(0)  # tile by tile: a long sum keeps its last digits
+    """acc += dS, folded onto the first line of a broadcast axis.
+
+    A tile is summed before it is added: a sum over all rows and keys keeps its last digits.
+    """
+    zero = acc.dtype.type(0)
+    if p.Nbias_q == 1:
+        tile_total = zero
+        for j in range(keys):
+            total = zero
             for r in range(rows):
                 total += dS[j, r]
-            acc[line, 0] += total
-        else:
+            tile_total += total
+            if p.Nbias_k != 1:
+                acc[j, 0] += total
+        if p.Nbias_k == 1:
+            acc[0, 0] += tile_total
+    elif p.Nbias_k == 1:
+        for r in range(rows):
+            total = zero
+            for j in range(keys):
+                total += dS[j, r]
+            acc[0, r] += total
+    else:
+        for j in range(keys):
             for r in range(rows):
-                acc[line, r] += dS[j, r]
+                acc[j, r] += dS[j, r]
 
 
 @tile_function
