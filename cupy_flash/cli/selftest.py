@@ -11,11 +11,11 @@ from cupy_flash.cli.progress import Progress
 
 # B, Hq, Hk, Nq, Nk, d, d_v. No length is a multiple of a tile; one case needs several tiles.
 _SHAPES = {
-    "plain": (2, 2, 2, 33, 57, 24, 24),
+    "plain": (2, 3, 3, 33, 57, 24, 24),
     "longer than a tile": (1, 1, 1, 150, 311, 64, 64),
     "grouped heads": (1, 6, 2, 19, 40, 32, 16),
-    "one query": (2, 4, 1, 1, 129, 64, 64),
-    "widest head": (1, 1, 1, 9, 35, 256, 40),
+    "one query": (6, 20, 5, 1, 129, 64, 64),
+    "widest head": (2, 4, 2, 9, 35, 256, 40),
 }
 _FEATURES = ("causal", "window", "mask", "bias", "softcap", "alibi_slopes", "lengths")
 
@@ -76,8 +76,9 @@ def check(device, case):
     results : dict of str to numpy.ndarray
         What the device computed, as float64.
     bounds : dict of str to float
-        How far each may lie from the truth: twice the error of a plain program in the same dtype,
-        plus four roundings of the largest value.
+        How far each may lie from the truth: twice what is promised, that is four times the error
+        of a plain program in the same dtype plus eight roundings of the largest value. The largest
+        error of a small case is partly luck, and this command must not cry wolf.
     faults : list of str
         One line for each result that is wrong; empty when all is well.
     """
@@ -91,8 +92,8 @@ def check(device, case):
     for name, true in truth.items():
         finite = np.isfinite(true)
         largest = np.max(np.abs(true[finite]), initial=0)
-        bounds[name] = (2 * _distance(plain[name], true, finite)
-                        + 4 * _epsilon(case.dtype, name) * largest)
+        bounds[name] = (4 * _distance(plain[name], true, finite)
+                        + 8 * _epsilon(case.dtype, name) * largest)
         faults += _fault(case, name, results[name], true, bounds[name])
     return results, bounds, faults
 
