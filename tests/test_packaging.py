@@ -163,7 +163,8 @@ def test_source_archive_is_complete(checkout, tmp_path):
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     wanted = {path.relative_to(ROOT).as_posix() for folder in ("cuda_src", "tests", "examples")
-              for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cuh", ".md")}
+              for path in (ROOT / folder).rglob("*")
+              if path.is_file() and "__pycache__" not in path.parts}
     wanted |= {"LICENSE", "README.md", "CHANGELOG.md", "setup.cfg", "pyproject.toml", "Makefile"}
     assert wanted - names == set()
 
