@@ -31,7 +31,7 @@ clean:
 	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/demo.done: EXTRAS := examples
-$(VENV)/test.done: EXTRAS := test
+$(VENV)/test.done: EXTRAS := test$(if $(CUDA_EXTRA),,$(comma)test-nogpu)
 $(VENV)/docs.done: EXTRAS := docs
 $(VENV)/%.done: setup.cfg pyproject.toml | $(BIN)/python
 	@echo "Installing into $(VENV) what '$(EXTRAS)$(CUDA_EXTRA)' in setup.cfg asks for"

@@ -176,5 +176,5 @@ def test_metadata_asks_for_no_cupy():
     assert sorted(name.split(">")[0] for name in required) == ["numba", "numpy"]
     extras = config["options.extras_require"]
     assert {name for name, value in extras.items() if "cupy-cuda" in value} == {
-        "cuda12x", "cuda13x"}
+        "cuda12x", "cuda13x", "test-nogpu"}
     assert "torch" not in str(dict(extras))
