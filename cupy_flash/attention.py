@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import device
-from .bind import Options, bind_backward, bind_forward
+from .bind import Options, bind_backward, bind_forward, describe
 from .plan import make_plan
 
 
@@ -119,8 +119,9 @@ def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, 
                       kv_lens, precision)
     problem, operands = bind_forward(q, k, v, options, out, out_dtype)
     results = _run("forward", problem, operands)
-    out = _leading(results.out, q.ndim) if out is None else out
-    return (out, _leading(results.lse, q.ndim - 1)) if return_lse else out
+    ndim = problem.axes_of("q")
+    out = _leading(results.out, ndim) if out is None else out
+    return (out, _leading(results.lse, ndim - 1)) if return_lse else out
 
 
 def attention_backward(dout, q, k, v, out, lse, *, dlse=None, deterministic=False, grad_dtype=None,
@@ -170,10 +171,11 @@ def attention_backward(dout, q, k, v, out, lse, *, dlse=None, deterministic=Fals
     )
     results = _run("backward", problem, operands)
     given = {"dq": dq, "dk": dk, "dv": dv}
-    computed = {name: _leading(getattr(results, name), q.ndim) if x is None else x
-                for name, x in given.items()}
-    bias = options.get("bias")
-    dbias = None if bias is None else _leading(results.dbias, bias.ndim)
+    computed = {name: _leading(getattr(results, name), problem.axes_of(name[1]))
+                if x is None else x for name, x in given.items()}
+    dbias = results.dbias
+    if dbias is not None:
+        dbias = _leading(dbias, problem.axes_of("bias"))
     return Gradients(**computed, dbias=dbias)
 
 
@@ -232,24 +234,23 @@ def explain(q, k, v, **options):
     TypeError, ValueError, NotImplementedError
         As `attention`.
     """
-    problem, operands = bind_forward(q, k, v, Options(**options))
-    where = _device(operands)
+    problem, q = describe(q, k, v, Options(**options))
+    where = _device(q)
     plans = (make_plan(direction, problem, where) for direction in ("forward", "backward"))
     return "\n".join(map(str, plans))
 
 
 def _run(direction, problem, operands):
     """The operands with all results."""
-    where = _device(operands)
+    where = _device(operands.q)
     plan = make_plan(direction, problem, where)
     if os.environ.get("CUPY_FLASH_PRINT_PLAN") == "1":
         print(plan, file=sys.stderr)
     return _backend(where.kind).run(plan, operands)
 
 
-def _device(operands):
-    """Where the arrays are."""
-    q = operands.q
+def _device(q):
+    """Where an array is."""
     return device.cpu() if isinstance(q, np.ndarray) else device.gpu(q.device.id)
 
 

@@ -61,6 +61,12 @@ def bind_forward(q, k, v, options, out=None, out_dtype=None):
     return _bind("forward", arrays, options, ("out_dtype", out_dtype))
 
 
+def describe(q, k, v, options):
+    """Problem of a forward call and q as it is taken in; no element is looked at or copied."""
+    arrays = _take_all({"q": q, "k": k, "v": v}, options)
+    return _describe("forward", arrays, options, ("out_dtype", None)), arrays["q"]
+
+
 def bind_backward(dout, q, k, v, out, lse, options, *, dlse=None, deterministic=False,
                   grad_dtype=None, dq=None, dk=None, dv=None):
     """Problem and operands of a backward call; see `bind_forward`."""
@@ -74,7 +80,7 @@ def bind_backward(dout, q, k, v, out, lse, options, *, dlse=None, deterministic=
 def _bind(direction, arrays, options, wanted):
     """Both passes; `wanted` is the argument that names the results' dtype, and its value."""
     arrays = _take_all(arrays, options)
-    problem = _problem(direction, layouts(arrays), *_numbers(options), *_result_dtype(*wanted))
+    problem = _describe(direction, arrays, options, wanted)
     for name in _BUFFERS if direction == "backward" else ("out",):
         if name in arrays:
             check_buffer(name, arrays[name], {o: x for o, x in arrays.items() if o != name})
@@ -90,6 +96,11 @@ def _bind(direction, arrays, options, wanted):
     if isinstance(operands.q, np.ndarray):
         operands = four_axes(problem, operands)
     return problem, operands        # the CUDA backend makes such views once for a problem
+
+
+def _describe(direction, arrays, options, wanted):
+    """The problem, made or remembered."""
+    return _problem(direction, layouts(arrays), *_numbers(options), *_result_dtype(*wanted))
 
 
 def four_axes(problem, operands):

@@ -97,6 +97,10 @@ class Problem:
     copied: tuple[str, ...] = ()
     layouts: tuple = ()
 
+    def axes_of(self, name):
+        """How many axes an array of the call has."""
+        return next(len(shape) for given, shape, *_ in self.layouts if given == name)
+
     @property
     def group(self):
         """Query heads that share a key head."""

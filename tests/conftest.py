@@ -54,6 +54,15 @@ def backend(request):
     return request.param
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """Records of what a pretended GPU is asked to do with CuPy arrays in host memory."""
+    from fake_cupy import pretended_gpu
+
+    with pretended_gpu(monkeypatch) as records:
+        yield records
+
+
 def pytest_collection_modifyitems(items):
     """What only a GPU can show is skipped where there is none."""
     if GPU_MISSING is not None:

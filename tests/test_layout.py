@@ -106,6 +106,10 @@ def test_every_array_in_every_layout(backend, case, dtype, view):
     judge(case.id, want, *answers_to(x), floors(x))
     changes = [(name,) for name in ARRAYS] if dtype in ("float32", "bfloat16") else []
     for changed in (*changes, ARRAYS):
+        if view is unaligned and backend.name == "cuda" and changed != ("mask",):
+            with pytest.raises(ValueError, match="no multiple of its"):     # a GPU cannot read it
+                run(backend, x, changed, view)
+            continue
         got = run(backend, x, changed, view)
         assert_same_gradients(f"{view.__name__} {changed}", got, want)
 

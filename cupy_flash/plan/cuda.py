@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from .cuda_tiles import FRAGMENT, choose
+from .cuda_tiles import FRAGMENT, choose, lazy
 from .types import Buffer, CudaConfig, Launch, Plan
 
 SPLIT_KEYS = 512        # a split below this costs more in merging than idle multiprocessors
@@ -63,7 +63,7 @@ def _row_launch(entry, problem, rows, splits, reason):
     if entry == "combine":
         element, precision = problem.accumulator, None
     config = CudaConfig(element, precision, FRAGMENT, FRAGMENT, ROWS_PER_BLOCK, FRAGMENT,
-                        ROWS_PER_BLOCK, features=False)
+                        ROWS_PER_BLOCK, features=False, lazy=lazy(problem))
     return _launch(entry, config, ceil(rows / ROWS_PER_BLOCK), splits, 0, reason)
 
 

@@ -92,9 +92,12 @@ def config_of(entry, problem, tile):
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
     features = p.has_mask or p.has_alibi or bool(p.bias_shape) or p.softcap != 0
-    # The lazy reference: a row's maximum may pass it by a factor of 2^8, in float64 of 2^30.
-    lazy = log(2) * (30 if p.accumulator == "float64" else 8)
-    return CudaConfig(p.dtype, p.precision, d, d_v, tile.Br, tile.Bc, tile.warps, features, lazy)
+    return CudaConfig(p.dtype, p.precision, d, d_v, tile.Br, tile.Bc, tile.warps, features, lazy(p))
+
+
+def lazy(problem):
+    """How far a row's maximum may pass its reference: a factor of 2^8, in float64 of 2^30."""
+    return log(2) * (30 if problem.accumulator == "float64" else 8)
 
 
 def smem_bytes(entry, config):

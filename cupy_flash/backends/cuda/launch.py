@@ -76,7 +76,7 @@ def _empty_rows_like(x, columns, dtype):
     """As `arrays.empty_rows_like`."""
     shape = x.shape
     order, back = memory_order(x.strides)
-    if order == back:
+    if order == tuple(range(len(order))):
         return cupy.empty((*shape[:-1], columns), _dtype(dtype))
     dense = cupy.empty((*(shape[axis] for axis in order), columns), _dtype(dtype))
     return dense.transpose(*back, len(shape) - 1)

@@ -75,8 +75,9 @@ def pack(plan, launch, operands, addresses):
     }
     if plan.direction == "forward":
         # Whole tiles a split, so that splitting moves no tile.
-        tiles = ceil(p.Nk / launch.splits / launch.config.Bc)
-        values |= {"splits": launch.splits, "split_keys": tiles * launch.config.Bc}
+        Bc = plan.launches[0].config.Bc
+        keys = ceil(p.Nk / launch.splits / Bc) * Bc
+        values |= {"splits": launch.splits, "split_keys": keys}
         values |= {name: addresses.get(name, 0) for name in ("out_partial", "lse_partial")}
     else:
         values |= {name: _tensor(getattr(operands, name)) for name in _GRADIENTS}

@@ -1,0 +1,94 @@
+"""The CUDA kernels under NVRTC, for every architecture, without a GPU."""
+
+import json
+
+import nvrtc
+import pytest
+import units
+
+from cupy_flash.plan.cuda_tiles import TILES
+
+# A compiler of another version may need a few registers more; a spill is never welcome.
+MORE_REGISTERS = 8
+
+
+@pytest.fixture(scope="module")
+def table():
+    """The committed table of resources."""
+    return json.loads(units.TABLE.read_text())["units"]
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """What ptxas says of the sample of units: {key: resources, or a log with the complaint}."""
+    return dict(units.measure_all(units.sample()))
+
+
+def complaints(measured, table):
+    """What is wrong with the units, a line each."""
+    for key, found in measured.items():
+        if isinstance(found, str):
+            yield f"{key} does not compile cleanly: {found}"
+        elif key not in table:
+            yield f"{key} is not in the table: run python tests/units.py"
+        else:
+            known = table[key]
+            if found["static_smem"] > 0:
+                yield f"{key} has static shared memory, which the planner does not count: {found}"
+            if found["registers"] > known["registers"] + MORE_REGISTERS:
+                yield f"{key} needs more registers than the table says: {found}, {known}"
+            if found["spill_stores"] > known["spill_stores"] or found["stack"] > known["stack"]:
+                yield f"{key} spills more than the table says: {found}, {known}"
+
+
+def test_the_sample_compiles_and_needs_what_the_table_says(measured, table):
+    assert "\n".join(complaints(measured, table)) == ""
+
+
+def test_complaints_are_made(table):
+    key, known = next(iter(table.items()))
+    worse = [{**known, "registers": known["registers"] + MORE_REGISTERS + 1},
+             {**known, "spill_stores": known["spill_stores"] + 4},
+             {**known, "stack": known["stack"] + 8}, {**known, "static_smem": 16}, "error: no"]
+    for found in worse:
+        assert len(list(complaints({key: found}, table))) == 1, found
+    assert len(list(complaints({"sm_1 unknown": known}, table))) == 1
+    assert list(complaints({key: known}, table)) == []
+
+
+def test_the_sample_has_every_row_and_every_architecture():
+    sample = units.sample()
+    assert {one.arch for one in sample} == set(units.SMEM)
+    tiles = {f"_{tile.Br}x{tile.Bc}" for rows in TILES.values() for tile in rows}
+    names = [one.name for one in sample]
+    assert all(any(tile in name for name in names) for tile in tiles)
+    assert any(name.endswith("_features") for name in names)
+
+
+def test_the_table_is_complete(table):
+    assert set(table) == {one.key for arch in units.SMEM for one in units.all_units(arch).values()}
+
+
+def test_no_kernel_spills_much(table):
+    """A spill of a few registers costs nothing; more would show in every loop."""
+    worst = max(table.items(), key=lambda item: item[1]["spill_stores"])
+    assert worst[1]["spill_stores"] <= 64, worst
+    assert all(found["static_smem"] == 0 for found in table.values())
+
+
+def test_a_wrong_size_does_not_compile():
+    """The planner's shared memory and the kernel's are compared by the compiler."""
+    one = next(iter(units.all_units(90).values()))
+    size = int(one.text.split("smem_bytes == ")[1].split(",")[0])
+    cubin, log = nvrtc.compile(one.text.replace(f"== {size},", f"== {size + 16},"), 90)
+    assert cubin is None and "disagree on the shared memory" in log
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "tf32", "tf32x3", "float64"])
+def test_the_products_are_wmma(kind):
+    """The tier is what its name says."""
+    one = next(u for u in units.all_units(90).values()
+               if u.entry == "forward" and f"_{kind}_" in u.name)
+    ptx = nvrtc.ptx(one.text, 90)
+    instruction = {"float16": ".f32.f32", "bfloat16": ".bf16.bf16", "float64": ".f64.f64"}
+    assert "wmma.mma.sync" in ptx and instruction.get(kind, ".tf32.tf32") in ptx

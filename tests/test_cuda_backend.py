@@ -1,0 +1,310 @@
+"""The CUDA backend up to the launch, on CuPy arrays over host memory; no GPU is needed."""
+
+import re
+from types import SimpleNamespace
+
+import cupy
+import numpy as np
+import pytest
+from cases import CASES, inputs
+from fake_cupy import H200, fake, fake_empty
+
+import cupy_flash as cf
+from cupy_flash import arrays
+from cupy_flash.backends.cuda import compile as compiled
+from cupy_flash.backends.cuda import launch, params, source
+from cupy_flash.backends.cuda.unit import ENTRIES, unit
+from cupy_flash.bind import Options, bind_backward, bind_forward, four_axes
+from cupy_flash.plan import make_plan
+
+SOME = [case for case in CASES if case.dtype in ("bfloat16", "float64") or case.precision]
+
+
+def move(x):
+    """The `Inputs` as CuPy arrays."""
+    options = {name: fake(value) if isinstance(value, np.ndarray) else value
+               for name, value in x.options.items()}
+    return type(x)(*(fake(a) for a in x[:-1]), options)
+
+
+def header_fields():
+    """(struct, fields) of params.cuh: names in the order of their declarations."""
+    text = (source.folder() / "params.cuh").read_text()
+    text = re.sub(r"//.*", "", text)
+    for name, body in re.findall(r"struct (\w+)[^{;]*\{(.*?)\};", text, re.DOTALL):
+        yield name, [(kind, field) for kind, fields in re.findall(r"(\w+) ([\w, ]+);", body)
+                     for field in re.split(r",\s*", fields)]
+
+
+def test_structs_are_those_of_the_header():
+    header = dict(header_fields())
+    kinds = {"uint64": "u8", "int64": "i8", "double": "f8", "Tensor": params.Tensor}
+    for name, base in (("Tensor", []), ("ForwardParams", header["Params"]),
+                       ("BackwardParams", header["Params"])):
+        dtype = getattr(params, name)
+        fields = [(field, np.dtype(kinds[kind])) for kind, field in base + header[name]]
+        assert [(field, dtype[field]) for field in dtype.names] == fields
+        assert dtype.itemsize == sum(kind.itemsize for _, kind in fields)
+
+
+def test_the_unit_is_names_and_numbers():
+    problem, _ = bind_forward(*(np.zeros((3, 40), np.float32) for _ in "qkv"), Options())
+    for direction in ("forward", "backward"):
+        for one in make_plan(direction, problem, H200).launches:
+            name, text = unit(one.entry, one.config, one.smem_bytes)
+            assert text.startswith(f"// sources sha256: {source.digest()}\n")
+            assert f'#include "{ENTRIES[one.entry][0]}"' in text and text.count(f"{name}(") == 1
+            assert (source.folder() / ENTRIES[one.entry][0]).is_file()
+            assert f"smem_bytes == {one.smem_bytes}," in text and "tf32x3" in name
+            assert "d = 48, d_v = 48" in text or one.entry in ("delta", "combine")
+
+
+def test_an_edited_source_is_another_unit(monkeypatch):
+    problem, _ = bind_forward(*(np.zeros((3, 40), np.float32) for _ in "qkv"), Options())
+    one = make_plan("forward", problem, H200).launches[0]
+    before = unit(one.entry, one.config, one.smem_bytes)[1]
+    unit.cache_clear()
+    monkeypatch.setattr(source, "digest", lambda: "0" * 64)
+    assert unit(one.entry, one.config, one.smem_bytes)[1] != before
+    unit.cache_clear()
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
+def test_the_kept_struct_is_the_packed_one(case, launches):
+    """The first call packs from scratch, the second writes addresses over what is kept."""
+    for _ in range(2):
+        y = move(inputs(case))
+        out, lse = cf.attention(y.q, y.k, y.v, return_lse=True, **y.options)
+        problem, operands = bind_forward(y.q, y.k, y.v, Options(**y.options))
+        check(launches, "forward", problem, operands._replace(out=out, lse=lse))
+        g = cf.attention_backward(y.dout, y.q, y.k, y.v, out, lse, dlse=y.dlse, **y.options)
+        problem, operands = bind_backward(y.dout, y.q, y.k, y.v, out, lse, Options(**y.options),
+                                          dlse=y.dlse)
+        check(launches, "backward", problem, operands._replace(**g._asdict()))
+
+
+def check(launches, direction, problem, operands):
+    """The recorded launches are those of the plan, with the struct that `pack` makes."""
+    plan = make_plan(direction, problem, H200)
+    assert len(launches) == len(plan.launches)
+    for one, (name, grid, block, struct, shared) in zip(plan.launches, launches, strict=True):
+        assert name == unit(one.entry, one.config, one.smem_bytes)[0]
+        assert (grid, block, shared) == ((one.tasks,), (one.threads,), one.smem_bytes)
+        names = ("out_partial", "lse_partial") if direction == "forward" else ("delta",)
+        addresses = {name: struct[name] for name in names}
+        assert struct == params.pack(plan, one, four_axes(problem, operands), addresses)[0]
+        wanted = {buffer.name for buffer in plan.workspace}
+        assert {name for name, address in addresses.items() if address} == wanted
+    launches.clear()
+
+
+def test_a_struct_follows_its_arrays(launches):
+    """Same layouts, other memory: nothing of the first call may be left."""
+    for _ in range(3):
+        q, k, v = (fake(np.zeros((2, 3, n, 16), np.float16)) for n in (5, 7, 7))
+        out = cf.attention(q, k, v)
+        struct = launches[-1][3]
+        assert [struct[name]["address"] for name in ("q", "k", "v", "out")] == [
+            x.data.ptr for x in (q, k, v, out)]
+
+
+@pytest.mark.parametrize("offset, width", [(0, 16), (1, 2), (2, 4), (4, 8), (8, 16), (12, 8)])
+def test_loads_are_as_wide_as_the_addresses_allow(offset, width, launches):
+    raw = np.zeros(3 * 4096, np.float16)
+    raw = raw[-raw.ctypes.data % 16 // 2 :]
+    q, k = (fake(raw[i * 2048 :][:1024].reshape(2, 8, 64)) for i in range(2))
+    v = fake(raw[4096 + offset :][:1024].reshape(2, 8, 64))
+    for _ in range(2):
+        cf.attention(q, k, v)
+        assert launches[-1][3]["vector_bytes"] == width
+    cf.attention(q, k, fake(raw[4096:][:1024].reshape(2, 8, 64)))
+    assert launches[-1][3]["vector_bytes"] == 16
+
+
+@pytest.mark.parametrize("columns, width", [(64, 16), (20, 8), (18, 4), (7, 2)])
+def test_a_load_never_leaves_its_row(columns, width, launches):
+    wide = np.zeros((2, 8, 64), np.float16)
+    wide = np.zeros(2048, np.float16)[-wide.ctypes.data % 16 // 2 :][:1024].reshape(2, 8, 64)
+    x = fake(wide[..., :columns])
+    cf.attention(x, x, x)
+    assert launches[-1][3]["vector_bytes"] <= width
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (2, 1, 0)])
+def test_results_keep_the_memory_order(order, launches):
+    shape = (2, 3, 40)
+    memory = np.zeros([shape[axis] for axis in order] + [16], np.float32)
+    x = memory.transpose(*np.argsort(order), 3)
+    want, want_lse = cf.attention(x, x, x, return_lse=True)
+    out, lse = cf.attention(fake(x), fake(x), fake(x), return_lse=True)
+    assert isinstance(out, cupy.ndarray) and isinstance(lse, cupy.ndarray)
+    assert (out.shape, out.strides, out.dtype) == (want.shape, want.strides, want.dtype)
+    assert (lse.shape, lse.dtype) == (want_lse.shape, want_lse.dtype)
+    (struct,) = (record[3] for record in launches)
+    assert tuple(struct["out"])[1:5] == want.strides
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+def test_every_number_of_axes(ndim, launches):
+    q, k, v = (np.zeros((2, 3, n, d)[4 - ndim :], np.float16)
+               for n, d in ((5, 16), (7, 16), (7, 8)))
+    bias = np.zeros((5, 1), np.float32)
+    out, lse = cf.attention(fake(q), fake(k), fake(v), bias=fake(bias), return_lse=True)
+    want, want_lse = cf.attention(q, k, v, bias=bias, return_lse=True)
+    assert (out.shape, lse.shape) == (want.shape, want_lse.shape)
+    grads = cf.attention_backward(out, fake(q), fake(k), fake(v), out, lse, bias=fake(bias))
+    assert [g.shape for g in grads] == [x.shape for x in (q, k, v, bias)]
+    assert [g.dtype for g in grads] == [x.dtype for x in (q, k, v, bias)]
+    struct = launches[-1][3]
+    assert tuple(struct["bias"])[1:] == (0, 0, 4, 0, 2)
+    assert tuple(struct["q"])[5 - ndim : 5] == q.strides
+
+
+def test_given_buffers_are_filled(launches):
+    q = fake(np.zeros((3, 5, 16), np.float16))
+    out = fake(np.zeros((3, 5, 32), np.float16)[..., ::2])
+    assert cf.attention(q, q, q, out=out) is out
+    where, _, *strides, _ = tuple(launches[-1][3]["out"])
+    assert (where, *strides) == (out.data.ptr, 320, 64, 4)
+    dk = fake(np.zeros((3, 5, 16), np.float16))
+    lse = fake(np.zeros((3, 5), np.float32))
+    grads = cf.attention_backward(q, q, q, q, q, lse, dk=dk)
+    assert grads.dk is dk and launches[-1][3]["dk"]["address"] == dk.data.ptr
+
+
+def test_overlaps_are_found_without_reading(launches):
+    memory = np.zeros((4, 5, 16), np.float16)
+    q, k = fake(memory[:2]), fake(memory[2:])
+    with pytest.raises(ValueError, match="`out` overlaps `k`"):
+        cf.attention(q, k, k, out=fake(memory[2:]))
+    with pytest.raises(ValueError, match="`out` overlaps `q`"):
+        cf.attention(q, k, k, out=fake(memory[1:3]))
+    with pytest.raises(ValueError, match="`out` has strides"):
+        cf.attention(q, k, k, out=fake(np.broadcast_to(memory[:1], (2, 5, 16))))
+    interleaved = np.zeros((2, 5, 32), np.float16)
+    cf.attention(fake(interleaved[..., :16]), k, k, out=fake(interleaved[..., 16:]))
+    assert launches.names == ["forward_float16_d16_64x64"]
+
+
+def test_lengths_are_not_read(launches):
+    """They may be wrong, or not yet be written: the kernels clamp them."""
+    q = fake(np.zeros((2, 1, 5, 16), np.float32))
+    lens = np.int32([99, -3])
+    cf.attention(q, q, q, kv_lens=fake(lens), q_lens=fake(lens))
+    struct = launches[-1][3]
+    assert struct["kv_lens"] == struct["q_lens"] == lens.ctypes.data
+
+
+def test_a_repeated_call_binds_and_plans_nothing_anew(launches, monkeypatch):
+    x = fake(np.zeros((2, 3, 5, 16), np.float16))
+    cf.attention(x, x, x, causal=True)
+    for module, name in ((params, "pack"), (launch, "four_axes"), (arrays, "_addresses")):
+        monkeypatch.setattr(module, name, None)
+    y = fake(np.ones((2, 3, 5, 16), np.float16))
+    cf.attention(y, y, y, causal=True)
+    assert launches[-1][3]["q"]["address"] == y.data.ptr
+    with pytest.raises(TypeError):
+        cf.attention(y, y, y[..., :8], causal=True)
+
+
+def test_explain_needs_no_kernel(launches):
+    x = fake(np.zeros((2, 3, 300, 64), np.float16))
+    text = cf.explain(x, x, fake(np.zeros((2, 3, 300, 64), np.float16, order="F")), causal=True)
+    for part in ("forward:", "backward:", "a pretended H200", "backward_dq: Br 64, Bc 64"):
+        assert part in text, part
+    assert launches == []
+
+
+def test_empty_problems(launches):
+    for Nq, Nk, B in ((0, 5, 2), (5, 0, 2), (5, 5, 0)):
+        q, k = (fake(np.zeros((B, 2, n, 16), np.float32)) for n in (Nq, Nk))
+        out, lse = cf.attention(q, k, k, return_lse=True)
+        grads = cf.attention_backward(q, q, k, k, out, lse)
+        assert out.shape == q.shape and grads.dk.shape == k.shape
+        assert all(min(grid) > 0 for _, grid, *_ in launches)
+
+
+class Module:
+    """`cupy.RawModule` that compiles nothing."""
+
+    made: tuple = ()
+    failure = None
+
+    def __init__(self, code, options):
+        if Module.failure is not None and not compiled.os.environ.get("CUPY_CACHE_IN_MEMORY"):
+            raise Module.failure
+        self.name = None
+        Module.made += ((code, options, self),)
+
+    def get_function(self, name):
+        self.sizes, self.kernel = [], f"kernel {name}"
+        return self
+
+    def compile(self):
+        pass
+
+    @property
+    def max_dynamic_shared_size_bytes(self):
+        return self.sizes[-1]
+
+    @max_dynamic_shared_size_bytes.setter
+    def max_dynamic_shared_size_bytes(self, size):
+        self.sizes.append(size)
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """`Module` in the place of `cupy.RawModule`."""
+    monkeypatch.setattr(cupy, "RawModule", Module)
+    monkeypatch.setattr(Module, "made", ())
+    monkeypatch.setattr(Module, "failure", None)
+    compiled._function.cache_clear()
+    compiled._warn_once.cache_clear()
+    yield Module
+    compiled._function.cache_clear()
+
+
+def test_modules_are_kept_per_device_and_unit(modules):
+    for number in (1, 0, 1, 0):
+        for text in ("a", "b", "a"):
+            assert compiled._function(number, "f", text, 50000) == "kernel f"
+    assert [code for code, _, _ in modules.made] == ["a", "b"] * 2
+    assert {tuple(module.sizes) for _, _, module in modules.made} == {(50000,)}
+    assert modules.made[0][1] == ("-std=c++17", f"-I{source.folder()}")
+
+
+def test_a_cache_that_cannot_be_written(modules, monkeypatch):
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+    modules.failure = PermissionError("read-only home")
+    with pytest.warns(RuntimeWarning, match=r"read-only home.*CUPY_CACHE_DIR"):
+        assert compiled._function(0, "f", "a", 0) == "kernel f"
+    assert compiled._function(0, "g", "b", 0) == "kernel g"     # and it is said once
+    assert "CUPY_CACHE_IN_MEMORY" not in compiled.os.environ
+
+
+def test_a_unit_that_does_not_compile(modules):
+    modules.failure = cupy.cuda.compiler.CompileException("no such file", "", "x", (), "nvrtc")
+    with pytest.raises(RuntimeError, match=r"kernel f does not compile.*doctor.*no such file") as e:
+        compiled._function(0, "f", "a", 0)
+    assert e.value.__cause__ is modules.failure
+
+
+def test_the_arrays_device_is_entered(launches, monkeypatch):
+    entered = []
+
+    class Device:
+        def __init__(self, number):
+            self.number = number
+
+        def __enter__(self):
+            entered.append(self.number)
+
+        def __exit__(self, *_):
+            entered.append("left")
+
+    monkeypatch.setattr(launch, "cupy", SimpleNamespace(
+        empty=fake_empty, cuda=SimpleNamespace(Device=Device)))
+    monkeypatch.setattr(launch, "get_device_id", lambda: 3)
+    x = fake(np.zeros((5, 16), np.float32))
+    cf.attention(x, x, x)
+    assert entered == [0, "left"] and len(launches) == 1

@@ -1,0 +1,163 @@
+"""Plans for GPUs: pure functions of a problem and a device, checked without either."""
+
+from dataclasses import replace
+from math import ceil
+
+import pytest
+from units import SMEM
+
+from cupy_flash.device import GpuDevice
+from cupy_flash.plan import cuda_tiles, make_plan
+from cupy_flash.plan.cuda import SPLIT_KEYS
+from cupy_flash.problem import Mask, Problem
+
+ENTRIES = ("forward", "backward_dkdv", "backward_dq", "dbias")
+DTYPES = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"),
+          ("float64", None))
+H200 = GpuDevice(0, "H200", 90, 132, 227 * 1024)
+
+
+def problem(**changes):
+    """A bfloat16 problem of moderate size."""
+    base = Problem(batch=2, heads_q=4, heads_k=2, Nq=1000, Nk=3000, d=64, d_v=64, dtype="bfloat16",
+                   out_dtype="bfloat16", precision=None, scale=0.125, softcap=0.0, mask=Mask())
+    return replace(base, **changes)
+
+
+@pytest.mark.parametrize("kib", [99, 163, 227])
+@pytest.mark.parametrize("dtype, precision", DTYPES)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_head_dim_has_a_tile_within_the_limit(entry, dtype, precision, kib):
+    device = replace(H200, smem=kib * 1024)
+    for d in range(1, 257):
+        for d_v in {d, 1, 256}:
+            config, smem, reason = cuda_tiles.choose(
+                entry, problem(d=d, d_v=d_v, dtype=dtype, precision=precision), device)
+            assert smem == cuda_tiles.smem_bytes(entry, config) <= device.smem
+            assert cuda_tiles.accumulator_registers(entry, config) <= 64
+            assert d <= config.d < d + 16 and d_v <= config.d_v < d_v + 16
+            assert config.d % 16 == config.d_v % 16 == 0
+            step = 8 if dtype == "float64" else 16
+            assert config.Br % step == config.Bc % step == 0 and reason
+
+
+@pytest.mark.parametrize("kib", [16, 48, 64])
+def test_what_fits_nowhere_is_said(kib):
+    device = replace(H200, smem=kib * 1024)
+    wide = problem(d=256, d_v=250, dtype="float64")
+    with pytest.raises(NotImplementedError) as error:
+        make_plan("forward", wide, device)
+    smallest = min(cuda_tiles.smem_bytes("forward", cuda_tiles.config_of("forward", wide, tile))
+                   for tile in cuda_tiles.rows_of("forward", "float64"))
+    for part in ("`q`", "256", "250", "float64", f"{smallest:,}", f"{device.smem:,}", "NumPy"):
+        assert part in str(error.value), part
+
+
+def test_a_smaller_limit_never_gets_a_larger_tile():
+    for entry in ENTRIES:
+        for dtype, precision in DTYPES:
+            for d in (16, 64, 128, 256):
+                p = problem(d=d, d_v=d, dtype=dtype, precision=precision)
+                sizes = [cuda_tiles.choose(entry, p, replace(H200, smem=kib * 1024))[1]
+                         for kib in sorted(set(SMEM.values()))]
+                assert sizes == sorted(sizes)
+
+
+def test_each_row_of_the_table_can_be_chosen():
+    chosen = set()
+    for arch, kib in SMEM.items():
+        device = GpuDevice(0, "x", arch, 100, kib * 1024)
+        for dtype, precision in DTYPES:
+            for d in range(16, 257, 16):
+                for entry in ENTRIES:
+                    p = problem(d=d, d_v=d, dtype=dtype, precision=precision)
+                    c, _, reason = cuda_tiles.choose(entry, p, device)
+                    chosen.add((c.Br, c.Bc, c.warps, reason))
+    assert {tuple(tile) for rows in cuda_tiles.TILES.values() for tile in rows} == chosen
+
+
+def test_features_are_compiled_in_when_asked_for():
+    def features(**changes):
+        return make_plan("forward", problem(**changes), H200).launches[0].config.features
+
+    positions = Mask(left=5, right=0, q_offset=3)
+    assert not features() and not features(mask=positions, has_kv_lens=True, has_q_lens=True)
+    for change in ({"has_mask": True}, {"has_alibi": True}, {"softcap": 2.0},
+                   {"bias_shape": (1, 1, 1, 3000), "dbias_dtype": "bfloat16"}):
+        assert features(**change), change
+
+
+def test_numbers_are_no_part_of_a_unit():
+    """What changes from call to call must not compile anew."""
+    one = make_plan("forward", problem(), H200).launches[0].config
+    for change in ({"scale": 3.0}, {"Nq": 77, "Nk": 5000}, {"batch": 1, "heads_q": 8}, {"d": 50},
+                   {"mask": Mask(right=0)}, {"out_dtype": "float32"}):
+        assert make_plan("forward", problem(**change), H200).launches[0].config == one, change
+
+
+def test_idle_multiprocessors_get_splits_of_the_keys():
+    decode = problem(batch=1, heads_q=8, heads_k=2, Nq=1, Nk=65536)
+    plan = make_plan("forward", decode, H200)
+    forward, combine = plan.launches
+    assert (forward.entry, combine.entry) == ("forward", "combine")
+    assert forward.splits == combine.splits > 1 and forward.tasks == 2 * forward.splits
+    assert H200.sms <= forward.tasks <= 2 * H200.sms
+    keys = ceil(decode.Nk / forward.splits / forward.config.Bc) * forward.config.Bc
+    assert (forward.splits - 1) * keys < decode.Nk <= forward.splits * keys
+    assert keys >= SPLIT_KEYS
+    sizes = {buffer.name: buffer.extent for buffer in plan.workspace}
+    assert sizes == {"out_partial": forward.splits * 8 * 64, "lse_partial": forward.splits * 8}
+    assert len(make_plan("forward", problem(Nq=5000), H200).launches) == 1
+    assert len(make_plan("forward", replace(decode, Nk=600), H200).launches) == 1
+
+
+@pytest.mark.parametrize("Nk", [*range(500, 5000, 77), 65536, 10**6 + 1])
+def test_no_split_is_empty(Nk):
+    decode = problem(batch=1, heads_q=1, heads_k=1, Nq=1, Nk=Nk)
+    launch = make_plan("forward", decode, H200).launches[0]
+    tiles = ceil(Nk / launch.config.Bc)
+    per_split = ceil(ceil(Nk / launch.splits) / launch.config.Bc)
+    assert (launch.splits - 1) * per_split < tiles <= launch.splits * per_split
+
+
+def test_backward_has_one_writer_for_each_gradient():
+    plan = make_plan("backward", problem(bias_shape=(1, 4, 1000, 1), dbias_dtype="float32"), H200)
+    assert [x.entry for x in plan.launches] == ["delta", "backward_dkdv", "backward_dq", "dbias"]
+    assert [(b.name, b.extent, b.dtype) for b in plan.workspace] == [("delta", 8000, "float32")]
+    delta, dkdv, dq, dbias = plan.launches
+    assert delta.tasks == 2000 and dkdv.tasks == 4 * 47 and dq.tasks == 4 * 32
+    assert dbias.tasks == 4 * 16
+    assert [x.entry for x in make_plan("backward", problem(), H200).launches][-1] == "backward_dq"
+
+
+@pytest.mark.parametrize("change, forward, backward", [
+    ({"batch": 0}, [], []),
+    ({"heads_q": 0, "heads_k": 0}, [], []),
+    ({"heads_q": 0}, [], ["backward_dkdv"]),
+    ({"Nq": 0}, [], ["backward_dkdv"]),
+    ({"Nk": 0}, ["forward"], ["delta", "backward_dq"]),
+    ({"batch": 0, "bias_shape": (1, 1, 1000, 3000)}, [], ["dbias"]),
+    ({"Nk": 0, "bias_shape": (1, 1, 1000, 1)}, ["forward"], ["delta", "backward_dq", "dbias"]),
+    ({"Nk": 0, "bias_shape": (1, 1, 1000, 0)}, ["forward"], ["delta", "backward_dq"]),
+], ids=str)
+def test_nothing_is_launched_for_nothing(change, forward, backward):
+    """But what exists is written: gradients without contributions are zeroed by their kernel."""
+    for direction, entries in (("forward", forward), ("backward", backward)):
+        plan = make_plan(direction, problem(**change), H200)
+        assert [launch.entry for launch in plan.launches] == entries
+        assert all(launch.tasks > 0 for launch in plan.launches)
+
+
+def test_workspace_stays_linear():
+    for N in (2**10, 2**17):
+        p = problem(batch=1, heads_q=1, heads_k=1, Nq=N, Nk=N)
+        assert make_plan("backward", p, H200).workspace_bytes == 4 * N
+        forward = make_plan("forward", p, H200).workspace_bytes
+        assert forward <= 2 * H200.sms * 64 * (64 + 1) * 4
+
+
+def test_a_plan_says_what_it_does_and_why():
+    text = str(make_plan("backward", problem(copied=("k",)), H200))
+    for part in ("cuda 0, H200, sm_90, 132", "copied", "backward_dkdv: Br 64, Bc 64",
+                 "blocks of 128", "bytes shared; as many keys", "workspace delta: 32,000 bytes"):
+        assert part in text, part

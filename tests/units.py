@@ -1,0 +1,121 @@
+"""Every tile row of the CUDA kernels as units to compile, and the table of what they need.
+
+`tests/resources.json` holds registers, spills and stack of every unit. To write it anew, after a
+kernel or the table of tiles has changed (minutes; a GPU is not needed):
+
+    python tests/units.py
+"""
+
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+import nvrtc  # noqa: E402
+
+from cupy_flash.backends.cuda.unit import ENTRIES, unit  # noqa: E402
+from cupy_flash.device import GpuDevice  # noqa: E402
+from cupy_flash.plan import make_plan  # noqa: E402
+from cupy_flash.problem import Mask, Problem  # noqa: E402
+
+TABLE = Path(__file__).parent / "resources.json"
+# KiB of shared memory that a block can have, by compute capability.
+SMEM = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+KINDS = (("bfloat16", None), ("float16", None), ("float32", "tf32x3"), ("float32", "tf32"),
+         ("float64", None))
+# Two kinds of a line share tiles: in a test one of them stands for both.
+TWINS = {"float16": "bfloat16", "tf32": "tf32x3"}
+# Head dims (d, d_v), widest first, so that a row is compiled for the widest heads that it serves.
+WIDTHS = ((256, 256), (192, 192), (128, 128), (96, 96), (64, 64), (16, 16))
+
+
+class Unit(NamedTuple):
+    """A kernel to compile."""
+
+    arch: int
+    entry: str
+    name: str
+    text: str
+
+    @property
+    def key(self):
+        """Its line in the table."""
+        return f"sm_{self.arch} {self.name}"
+
+
+def device(arch):
+    """A GPU of an architecture, as far as the planner looks."""
+    return GpuDevice(0, f"a GPU of sm_{arch}", arch, 132, SMEM[arch] * 1024)
+
+
+@cache
+def all_units(arch):
+    """Each row that the planner can choose on an architecture, features off and on, each kind."""
+    found = {}
+    for dtype, precision in KINDS:
+        for d, d_v in WIDTHS:
+            for features in (False, True):
+                problem = Problem(1, 1, 1, 64, 65536, d, d_v, dtype, dtype, precision, 1.0, 0.0,
+                                  Mask(), bias_shape=(1, 1, 64, 1) if features else None)
+                for direction in ("forward", "backward"):
+                    for launch in make_plan(direction, problem, device(arch)).launches:
+                        c = launch.config
+                        row = (launch.entry, c.element, c.precision, c.Br, c.Bc, c.warps,
+                               c.features)
+                        name, text = unit(launch.entry, c, launch.smem_bytes)
+                        found.setdefault(row, Unit(arch, launch.entry, name, text))
+    return found
+
+
+def sample():
+    """A part of all units that compiles in two minutes: every row once, with features and without.
+
+    The architectures that can have a row take turns, and so do the two kinds that share it; each
+    architecture gets each kernel. `python tests/units.py` compiles everything.
+    """
+    candidates = {}
+    for arch in SMEM:
+        for (entry, element, precision, *tile), one in all_units(arch).items():
+            family = TWINS.get(precision or element, precision or element)
+            candidates.setdefault((entry, family, *tile), []).append(one)
+    chosen = [group[i % len(group)] for i, group in enumerate(candidates.values())]
+    have = {(one.arch, one.entry) for one in chosen}
+    return chosen + [next(u for u in all_units(arch).values() if u.entry == entry)
+                     for arch in SMEM for entry in ENTRIES if (arch, entry) not in have]
+
+
+def measure(one):
+    """(key, what ptxas says of the unit, or the compiler's log if it does not compile)."""
+    cubin, log = nvrtc.compile(one.text, one.arch)
+    if cubin is None or "warning" in log:
+        return one.key, log
+    return one.key, nvrtc.resources(log)
+
+
+def measure_all(units):
+    """`measure` of many units, in as many processes as there are processors."""
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield from pool.map(measure, units)
+
+
+def main():
+    """Write the table."""
+    units = [one for arch in SMEM for one in all_units(arch).values()]
+    units = list({one.key: one for one in units}.values())
+    table = {}
+    for i, (key, found) in enumerate(measure_all(units)):
+        if isinstance(found, str):
+            raise SystemExit(f"{key} does not compile:\n{found}")
+        table[key] = found
+        print(f"\r{i + 1}/{len(units)}", end="", file=sys.stderr, flush=True)
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table))
+    TABLE.write_text(f'{{"nvrtc": "{nvrtc.version()}", "units": {{\n{lines}\n}}}}\n')
+
+
+if __name__ == "__main__":
+    main()
