@@ -62,7 +62,7 @@ def bind_forward(q, k, v, options, out=None, out_dtype=None):
 
 
 def describe(q, k, v, options):
-    """Problem of a forward call and q as it is taken in; no element is looked at or copied."""
+    """Problem of a forward call and q as it is taken in; nothing is copied."""
     arrays = _take_all({"q": q, "k": k, "v": v}, options)
     return _describe("forward", arrays, options, ("out_dtype", None)), arrays["q"]
 
@@ -87,9 +87,10 @@ def _bind(direction, arrays, options, wanted):
     if problem.copied:
         with on_device_of(arrays["q"]):
             arrays |= {name: dense_copy(arrays[name]) for name in problem.copied}
-    for name, extent in (("q_lens", problem.Nq), ("kv_lens", problem.Nk)):
-        if name in arrays:
-            arrays[name] = _lens(name, arrays[name], extent)
+    for name in ("q_lens", "kv_lens"):
+        if name in arrays and not arrays[name].flags.c_contiguous:
+            with on_device_of(arrays[name]):
+                arrays[name] = arrays[name].copy()
     if "alibi_slopes" in arrays:
         arrays["slopes"] = arrays.pop("alibi_slopes")
     operands = Operands(**arrays)
@@ -99,8 +100,12 @@ def _bind(direction, arrays, options, wanted):
 
 
 def _describe(direction, arrays, options, wanted):
-    """The problem, made or remembered."""
-    return _problem(direction, layouts(arrays), *_numbers(options), *_result_dtype(*wanted))
+    """The problem, made or remembered; lengths in CPU memory are looked at."""
+    problem = _problem(direction, layouts(arrays), *_numbers(options), *_result_dtype(*wanted))
+    for name, extent in (("q_lens", problem.Nq), ("kv_lens", problem.Nk)):
+        if name in arrays:
+            _check_lens(name, arrays[name], extent)
+    return problem
 
 
 def four_axes(problem, operands):
@@ -302,18 +307,13 @@ def _check_strides(name, x):
                          f"{x.dtype.itemsize}-byte elements: pass a copy")
 
 
-def _lens(name, lens, extent):
-    """Lengths next to each other. On a GPU they are not read here: the kernels clamp them."""
+def _check_lens(name, lens, extent):
+    """On a GPU the lengths are not read: the kernels clamp them."""
     if isinstance(lens, np.ndarray):
         outside = np.flatnonzero((lens < 0) | (lens > extent))
         if outside.size:
             b = int(outside[0])
             raise ValueError(f"`{name}`[{b}] is {int(lens[b])}, expected 0 to {extent}")
-        return np.ascontiguousarray(lens)
-    if lens.flags.c_contiguous:
-        return lens
-    with on_device_of(lens):
-        return lens.copy()
 
 
 def _softcap(softcap):

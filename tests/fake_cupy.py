@@ -41,7 +41,7 @@ class Launches(list):
 
 @contextmanager
 def pretended_gpu(monkeypatch):
-    """Within the context CuPy arrays are "computed" on a GPU that records what it is asked to do."""
+    """Within the context CuPy arrays go to a GPU that records what it is asked to do."""
     records = Launches()
 
     def function(number, name, text, smem_bytes):
