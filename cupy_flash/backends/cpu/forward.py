@@ -8,7 +8,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from .dtypes import FLOAT32, FLOAT64, ROUND_NOT
 from .jit import as_pointer, inlined, kernel, next_task, tile_function
-from .mask import key_range, open_rows
+from .mask import hide_row_by_range, key_range, open_rows
 from .micro_kernel import FEW_ROWS, few_products, few_scores, matmul
 from .scores import finish_scores
 from .softmax import scale_rows, softmax_row_step, softmax_step
@@ -57,26 +57,26 @@ def forward_tile(p, t, b, head_k, row0, split):
     load_queries(p, t, rows)
     k_base = p.k.address + b * p.k.b + head_k * p.k.h
     v_base = p.v.address + b * p.v.b + head_k * p.v.h
-    in_place = rows.rows <= FEW_ROWS and readable(p, t.S)
+    in_place = reads_in_place(p, rows, t.S)
     first, last = key_range(rows)
     first = max(first, split * p.split_keys)
     last = min(last, (split + 1) * p.split_keys)
     for key0 in range(first, last, p.Bc):
         keys = min(p.Bc, last - key0)
         if in_place:
-            k = view(p.k, k_base, key0, keys, p.d, t.S)
-            few_rows_step(p, t, k, view(p.v, v_base, key0, keys, p.d_v, t.S), rows, key0, keys)
+            few_rows_step(p, t, rows, k_base, v_base, key0, keys)
             continue
         load_tile(t.k, p.k, k_base, key0, keys, p.d, 1)
         load_tile(t.v, p.v, v_base, key0, keys, p.d_v, 1)
         round_tile(t.k, keys, p.d, p.round_inputs)
         round_tile(t.v, keys, p.d_v, p.round_inputs)
-        if rows.rows <= FEW_ROWS:
-            few_rows_step(p, t, t.k, t.v, rows, key0, keys)
-        else:
-            matmul(t.S, t.k, t.q_t, keys, rows.lanes, p.d, False)  # S^T = K Q^T
-            probabilities(p, t, rows, key0, keys)
-            matmul(t.acc, t.S.T, t.v, rows.rows, p.d_v, keys, True)  # acc += P V
+        matmul(t.S, t.k, t.q_t, keys, rows.lanes, p.d, False)  # S^T = K Q^T
+        finish_scores(t.S, t.k, t.v, p, rows, key0, keys)
+        lazy = t.S.dtype.type(p.lazy)
+        if softmax_step(t.S, t.m, t.l, t.alpha, t.m_ref, t.part, keys, rows.lanes, lazy):
+            scale_rows(t.acc, t.alpha, rows.rows, p.d_v)
+        round_tile(t.S, keys, rows.lanes, p.round_P)
+        matmul(t.acc, t.S.T, t.v, rows.rows, p.d_v, keys, True)  # acc += P V
     store_result(p, t.acc, t.m, t.l, rows, split)
 
 
@@ -99,54 +99,32 @@ def load_queries(p, t, rows):
 
 
 @tile_function
-def few_rows_step(p, t, k, v, rows, key0, keys):
-    """One key tile for few rows; k and v are the tile's or the user's memory."""
-    if plain(p, rows, key0, keys):
-        few_scores(t.s.T, k, t.q, v, rows.rows, keys, p.d)
-        for r in range(rows.rows):
-            if softmax_row_step(t.s, t.m, t.l, t.alpha, t.part, r, keys, t.s.dtype.type(p.lazy)):
-                for c in range(p.d_v):
-                    t.acc[r, c] *= t.alpha[r]
-        few_products(t.acc, t.s, v, rows.rows, p.d_v, keys)
-        return
-    few_scores(t.S, k, t.q, v, rows.rows, keys, p.d)
-    probabilities(p, t, rows, key0, keys)
-    few_products(t.acc, t.S.T, v, rows.rows, p.d_v, keys)
+def reads_in_place(p, rows, like):
+    """Whether the products are bound by memory, and can read K and V where they are.
+
+    That takes few rows, whole vectors of the accumulators' type, and no option but the range of
+    visible keys.
+    """
+    lanes = 64 // like.itemsize
+    kind = FLOAT64 if like.itemsize == 8 else FLOAT32
+    readable = p.k.kind == kind and p.d % lanes == 0 and p.d_v % lanes == 0
+    rounded = p.round_inputs != ROUND_NOT or p.round_P != ROUND_NOT
+    plain = p.softcap == 0 and p.slopes.address == 0 and p.mask.address == 0 and p.bias.address == 0
+    return rows.rows <= FEW_ROWS and readable and plain and not rounded
 
 
 @tile_function
-def plain(p, rows, key0, keys):
-    """Whether the scores are the probabilities' exponents as they are, and P is not rounded."""
-    visible = p.softcap == 0 and p.slopes.address == 0 and p.mask.address == 0
-    visible = visible and p.bias.address == 0 and p.round_P == ROUND_NOT
+def few_rows_step(p, t, rows, k_base, v_base, key0, keys):
+    """One key tile for few rows, with the keys along the lanes."""
+    k = view(p.k, k_base, key0, keys, p.d, t.S)
+    v = view(p.v, v_base, key0, keys, p.d_v, t.S)
+    few_scores(t.s.T, k, t.q, v, rows.rows, keys, p.d)
     for r in range(rows.rows):
-        visible = visible and rows.first[r] <= key0 and key0 + keys <= rows.end[r]
-    return visible
-
-
-@tile_function
-def probabilities(p, t, rows, key0, keys):
-    """S becomes P, rounded for its product; m, l and acc move on to the new reference."""
-    finish_scores(t.S, t.k, t.v, p, rows, key0, keys)
-    lazy = t.S.dtype.type(p.lazy)
-    if softmax_step(t.S, t.m, t.l, t.alpha, t.m_ref, t.part, keys, rows.lanes, lazy):
-        scale_rows(t.acc, t.alpha, rows.rows, p.d_v)
-    round_tile(t.S, keys, rows.lanes, p.round_P)
-
-
-@tile_function
-def readable(p, slab):
-    """Whether products can read K and V in place: whole vectors of the right type, unmasked."""
-    lanes = 64 // slab.itemsize
-    kind = FLOAT64 if slab.itemsize == 8 else FLOAT32
-    return (
-        p.k.kind == kind
-        and p.round_inputs == ROUND_NOT
-        and p.d % lanes == 0
-        and p.d_v % lanes == 0
-        and p.mask.address == 0
-        and p.bias.address == 0
-    )
+        hide_row_by_range(t.s, rows, r, key0, keys)
+        if softmax_row_step(t.s, t.m, t.l, t.alpha, t.part, r, keys, t.s.dtype.type(p.lazy)):
+            for c in range(p.d_v):
+                t.acc[r, c] *= t.alpha[r]
+    few_products(t.acc, t.s, v, rows.rows, p.d_v, keys)
 
 
 @tile_function

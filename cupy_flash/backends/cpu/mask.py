@@ -82,6 +82,15 @@ def hide_by_range(S, rows, key0, keys):
 
 
 @tile_function
+def hide_row_by_range(s, rows, r, key0, keys):
+    """`hide_by_range` for row r of a tile s [query, key]."""
+    for j in range(min(keys, rows.first[r] - key0)):
+        s[r, j] = -np.inf
+    for j in range(max(0, rows.end[r] - key0), keys):
+        s[r, j] = -np.inf
+
+
+@tile_function
 def hide_by_mask(S, mask, rows, key0, keys):
     """S = -inf where the boolean mask (strides may be 0) is False."""
     step = mask.c

@@ -64,7 +64,9 @@ def softmax_row_step(s, m, l, alpha, lane, r, keys, lazy):
     for j in range(0, padded, width):
         for i in range(width):
             lane[i] = s[r, j + i] if s[r, j + i] > lane[i] else lane[i]
-    top = lane[:width].max()
+    top = lane[0]
+    for i in range(1, width):
+        top = lane[i] if lane[i] > top else top
     m_new = top if top > m[r] + lazy else m[r]
     m_ref = s.dtype.type(0) if m_new == -np.inf else m_new
     alpha[r] = exp(m[r] - m_ref)
@@ -76,7 +78,10 @@ def softmax_row_step(s, m, l, alpha, lane, r, keys, lazy):
             p = exp(s[r, j + i] - m_ref)
             s[r, j + i] = p
             lane[i] += p
-    l[r] = alpha[r] * l[r] + lane[:width].sum()
+    total = lane[0]
+    for i in range(1, width):
+        total += lane[i]
+    l[r] = alpha[r] * l[r] + total
     return alpha[r] != 1
 
 
