@@ -17,6 +17,7 @@ from .scores import finish_scores, through_cap
 from .softmax import softmax_backward
 from .tiles import (
     carve,
+    load_keys,
     load_tile,
     packed_address,
     round_tile,
@@ -33,7 +34,7 @@ Tiles = namedtuple("Tiles", "q q_t do do_t k v S dP U dq o lse delta")
 def carve_tiles(slab, p):
     """All tiles of a worker, and where the rest of the slab starts."""
     d, d_v, Br, Bc = p.d, p.d_v, p.Br + 6, p.Bc + 6
-    q, end = carve(slab, 0, Br, d)
+    q, end = carve(slab, np.int64(0), Br, d)
     q_t, end = carve(slab, end, d, p.Br)
     do, end = carve(slab, end, Br, d_v)
     do_t, end = carve(slab, end, d_v, p.Br)
@@ -43,8 +44,8 @@ def carve_tiles(slab, p):
     dP, end = carve(slab, end, Bc, p.Br)
     U, end = carve(slab, end, Bc, p.Br)
     dq, end = carve(slab, end, Br, d)
-    o, end = carve(slab, end, 1, d_v)
-    state, end = carve(slab, end, 3, p.Br)
+    o, end = carve(slab, end, np.int64(1), d_v)
+    state, end = carve(slab, end, np.int64(3), p.Br)
     return Tiles(q, q_t, do, do_t, k, v, S, dP, U, dq, o, state[0], state[1]), end
 
 
@@ -59,8 +60,8 @@ def backward(params, slab, tasks):
         sequence, chunk = task // p.chunks, task % p.chunks
         b, head_k = sequence // p.heads_k, sequence % p.heads_k
         dk_acc, dv_acc = accumulators(p, slab[end:], task)
-        zero_rows(dk_acc, 0, dk_acc.shape[0])
-        zero_rows(dv_acc, 0, dv_acc.shape[0])
+        zero_rows(dk_acc, np.int64(0), dk_acc.shape[0])
+        zero_rows(dv_acc, np.int64(0), dv_acc.shape[0])
         for row0 in range(chunk * p.Br, p.group * p.Nq, p.chunks * p.Br):
             backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc)
         if p.chunks == 1:
@@ -76,7 +77,7 @@ def accumulators(p, own, task):
     size = (p.Nk + 6) * columns * lanes
     if p.chunks > 1:
         own = carray(as_pointer(p.partial + task * size * own.itemsize), (size,), own.dtype)
-    dk_acc, end = carve(own, 0, p.Nk + 6, p.d)
+    dk_acc, end = carve(own, np.int64(0), p.Nk + 6, p.d)
     dv_acc, end = carve(own, end, p.Nk + 6, p.d_v)
     return dk_acc, dv_acc
 
@@ -92,7 +93,7 @@ def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
     first, last = key_range(rows)
     for key0 in range(first, last, p.Bc):
         keys = min(p.Bc, last - key0)
-        load_keys(p, t, k_base, v_base, key0, keys)
+        load_key_tiles(p, t, k_base, v_base, key0, keys)
         gradient_tile(p, t, rows, key0, keys)
         if p.softcap != 0:
             through_cap(t.dP, t.k, t.q_t, t.U, p, keys, rows.lanes)
@@ -134,7 +135,7 @@ def load_rows(p, t, rows):
             zero_rows(t.q, r, r + 1)
             zero_rows(t.do, r, r + 1)
         else:
-            load_tile(t.o, p.out, out, row0 + r, 1, p.d_v, group)
+            load_tile(t.o, p.out, out, row0 + r, np.int64(1), p.d_v, group)
             t.delta[r] = 0
             for c0 in range(0, p.d_v, 16):  # in short chains, as the micro-kernel does
                 part = t.o.dtype.type(0)
@@ -155,10 +156,10 @@ def row_value(tensor, rows, row, like):
 
 
 @tile_function
-def load_keys(p, t, k_base, v_base, key0, keys):
+def load_key_tiles(p, t, k_base, v_base, key0, keys):
     """K and V of one key tile."""
-    load_tile(t.k, p.k, k_base, key0, keys, p.d, 1)
-    load_tile(t.v, p.v, v_base, key0, keys, p.d_v, 1)
+    load_keys(t.k, p.k, k_base, key0, keys, p.d)
+    load_keys(t.v, p.v, v_base, key0, keys, p.d_v)
     round_tile(t.k, keys, p.d, p.round_inputs)
     round_tile(t.v, keys, p.d_v, p.round_inputs)
 

@@ -5,7 +5,9 @@ one writer and a fixed order of sums. The scores are computed once more for it (
 the five of `backward`), which keeps the workspace O(1) for every shape of bias.
 """
 
-from .backward import carve_tiles, gradient_tile, load_keys, load_rows
+import numpy as np
+
+from .backward import carve_tiles, gradient_tile, load_key_tiles, load_rows
 from .jit import kernel, next_task, tile_function
 from .mask import key_range, open_rows
 from .tiles import carve, store_row, zero_rows
@@ -25,7 +27,7 @@ def dbias(params, slab, tasks):
         row0 = task // tiles_k % tiles_q * p.Br
         head = task // (tiles_k * tiles_q) % p.heads_bias
         b = task // (tiles_k * tiles_q * p.heads_bias)
-        zero_rows(acc, 0, p.Bc)
+        zero_rows(acc, np.int64(0), p.Bc)
         for b_in in range(b, p.batch if p.batch_bias == 1 else b + 1):
             for head_in in range(head, p.heads_q if p.heads_bias == 1 else head + 1):
                 add_head(p, t, acc, b_in, head_in, row0, key0)
@@ -41,13 +43,13 @@ def add_head(p, t, acc, b, head, row0, key0):
     k_base = p.k.address + b * p.k.b + head // p.group * p.k.h
     v_base = p.v.address + b * p.v.b + head // p.group * p.v.h
     for row in range(row0, row_end, p.Br):
-        rows = open_rows(p, b, head, 1, row, t.S)
+        rows = open_rows(p, b, head, np.int64(1), row, t.S)
         load_rows(p, t, rows)
         first, last = key_range(rows)
         for key in range(key0, key_end, p.Bc):
             keys = min(p.Bc, key_end - key)
             if key < last and first < key + keys:
-                load_keys(p, t, k_base, v_base, key, keys)
+                load_key_tiles(p, t, k_base, v_base, key, keys)
                 gradient_tile(p, t, rows, key, keys)
                 add_tile(p, acc, t.dP, rows.rows, keys)
 

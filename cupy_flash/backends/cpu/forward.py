@@ -12,7 +12,15 @@ from .mask import hide_row_by_range, key_range, open_rows
 from .micro_kernel import FEW_ROWS, few_products, few_scores, matmul
 from .scores import finish_scores
 from .softmax import scale_rows, softmax_row_step, softmax_step
-from .tiles import carve, load_tile, packed_address, round_tile, store_row, transpose_tile
+from .tiles import (
+    carve,
+    load_keys,
+    load_tile,
+    packed_address,
+    round_tile,
+    store_row,
+    transpose_tile,
+)
 
 # Scratch of one worker. S: [key, query]; q_t: [d, query]; acc: [query, d_v]; for few rows
 # s: [query, key] and q: [query, d]; the rest: [query].
@@ -22,14 +30,15 @@ Tiles = namedtuple("Tiles", "k v S s q_t q acc m l alpha m_ref part")
 @tile_function
 def carve_tiles(slab, p):
     """All tiles of a worker."""
-    k, end = carve(slab, 0, p.Bc + 6, p.d)
+    start, few, states = np.int64(0), np.int64(FEW_ROWS), np.int64(5)  # no literals: see load_keys
+    k, end = carve(slab, start, p.Bc + 6, p.d)
     v, end = carve(slab, end, p.Bc + 6, p.d_v)
     S, end = carve(slab, end, p.Bc + 6, p.Br)
-    s, end = carve(slab, end, FEW_ROWS, p.Bc)
+    s, end = carve(slab, end, few, p.Bc)
     q_t, end = carve(slab, end, p.d, p.Br)
-    q, end = carve(slab, end, FEW_ROWS, p.d)
+    q, end = carve(slab, end, few, p.d)
     acc, end = carve(slab, end, p.Br + 6, max(p.d, p.d_v))
-    state, end = carve(slab, end, 5, p.Br)
+    state, end = carve(slab, end, states, p.Br)
     return Tiles(k, v, S, s, q_t, q, acc, state[0], state[1], state[2], state[3], state[4])
 
 
@@ -66,8 +75,8 @@ def forward_tile(p, t, b, head_k, row0, split):
         if in_place:
             few_rows_step(p, t, rows, k_base, v_base, key0, keys)
             continue
-        load_tile(t.k, p.k, k_base, key0, keys, p.d, 1)
-        load_tile(t.v, p.v, v_base, key0, keys, p.d_v, 1)
+        load_keys(t.k, p.k, k_base, key0, keys, p.d)
+        load_keys(t.v, p.v, v_base, key0, keys, p.d_v)
         round_tile(t.k, keys, p.d, p.round_inputs)
         round_tile(t.v, keys, p.d_v, p.round_inputs)
         matmul(t.S, t.k, t.q_t, keys, rows.lanes, p.d, False)  # S^T = K Q^T

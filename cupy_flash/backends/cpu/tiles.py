@@ -53,7 +53,7 @@ def _load(tile, tensor, base, row0, rows, columns, group, dtype):
 def load_tile(tile, tensor, base, row0, rows, columns, group):
     """tile[r, :columns] = packed row row0 + r of the tensor, widened, for r < rows.
 
-    Keys are loaded with group = 1. Rows and columns beyond keep what they held.
+    Rows and columns beyond keep what they held.
     """
     kind = tensor.kind
     if kind == FLOAT16:
@@ -64,6 +64,13 @@ def load_tile(tile, tensor, base, row0, rows, columns, group):
         _load(tile, tensor, base, row0, rows, columns, group, np.float32)
     else:
         _load(tile, tensor, base, row0, rows, columns, group, np.float64)
+
+
+@tile_function
+def load_keys(tile, tensor, base, key0, keys, columns):
+    """tile[j, :columns] = key (or value) key0 + j of the head at `base`, for j < keys."""
+    alone = np.int64(1)  # no literal: Numba compiles a function anew for each literal argument
+    load_tile(tile, tensor, base, key0, keys, columns, alone)
 
 
 @tile_function
