@@ -1,0 +1,225 @@
+"""Drawn problems on the GPU, against the CPU path with the GPU's roundings and against float64."""
+
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+
+import numpy as np
+from answers import answers_to, floors, judge
+from cases import CASES, Case, inputs
+from gpu_check import say
+
+import cupy_flash as cf
+from cupy_flash.bind import Options, describe
+from cupy_flash.plan import make_plan, tuned
+
+KINDS = {"float16": ("float16", None), "bfloat16": ("bfloat16", None),
+         "tf32": ("float32", "tf32"), "tf32x3": ("float32", "tf32x3"),
+         "float64": ("float64", None)}
+# (d, d_v) as compiled; the true ones are drawn from the last 16 below. With two sets of features
+# and seven kernels these are fewer than 400 units.
+WIDTHS = ((16, 16), (32, 32), (64, 64), (128, 128), (48, 80), (192, 128), (256, 256))
+NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
+# How far GPU and CPU path may be apart, root mean square over root mean square: less than either is
+# from the truth, since both round P and dS alike; now and then a rounding falls the other way.
+APART = {"float16": 4e-4, "bfloat16": 1e-3, "tf32": 4e-4, "tf32x3": 1e-5, "float64": 5e-14}
+
+
+def draw(seed, index):
+    """The problem `index` of a seed, as a `Case` and as dtypes of the results."""
+    rng = np.random.default_rng([seed, index])
+
+    def pick(*values):
+        return values[rng.integers(len(values))]
+
+    kind = pick(*KINDS)
+    dtype, precision = KINDS[kind]
+    d, d_v = (int(rng.integers(wide - 15, wide + 1)) for wide in pick(*WIDTHS))
+    group = int(pick(1, 1, 2, 3))
+    Hk, B = int(rng.integers(1, 3)), int(rng.integers(1, 3))
+    long = rng.random() < 0.08 and dtype != "float64"       # enough keys to be split
+    Nq = int(pick(1, 2, 5)) if long else int(rng.integers(1, pick(20, 150, 260)))
+    Nk = int(rng.integers(1024, 4000)) if long else int(rng.integers(1, pick(20, 150, 260)))
+    sides = (None, 0, 3, 40, 130)
+    chance = rng.random
+    return Case(
+        f"random-{seed}-{index}", Nq=Nq, Nk=Nk, d=d, d_v=d_v, B=B, Hq=Hk * group, Hk=Hk,
+        ndim=4 if B > 1 or Hk * group > 1 else int(pick(2, 3, 4)), dtype=dtype,
+        precision=precision, scale=pick(None, None, None, 0.3, -0.1), causal=bool(chance() < 0.4),
+        q_offset=int(rng.integers(-20, Nk + 20)) if chance() < 0.2 else None,
+        window=(pick(*sides), pick(*sides)) if chance() < 0.25 else None,
+        mask=pick("dense", "blocks", "padding", "per-query") if chance() < 0.2 else None,
+        bias=pick("bhqk", "11qk", "b11k", "1h1k", "hq1", "qk") if chance() < 0.2 else None,
+        bias_dtype=pick(None, "float32"), bias_holes=bool(chance() < 0.3),
+        softcap=pick(1.5, 20.0) if chance() < 0.15 else None,
+        alibi=pick("h", "bh") if chance() < 0.15 else None,
+        q_lens=tuple(map(int, rng.integers(0, Nq + 1, B))) if chance() < 0.15 else None,
+        kv_lens=tuple(map(int, rng.integers(0, Nk + 1, B))) if chance() < 0.15 else None,
+        data=pick("normal", "normal", "mean1", "late", "scales"),
+    ), bool(chance() < 0.4)
+
+
+def kind_of(case):
+    """Its key in `KINDS`."""
+    return case.precision or case.dtype
+
+
+def run(x, wide, move=np.asarray, back=np.asarray):
+    """All results for `Inputs`, as NumPy arrays by name; wide: in the accumulators' type."""
+    options = {name: move(value) if isinstance(value, np.ndarray) else value
+               for name, value in x.options.items()}
+    q, k, v, dout, dlse = map(move, x[:-1])
+    accumulator = dlse.dtype if wide else None
+    out, lse = cf.attention(q, k, v, return_lse=True, out_dtype=accumulator, **options)
+    grads = cf.attention_backward(dout, q, k, v, out, lse, dlse=dlse, grad_dtype=accumulator,
+                                  **options)
+    return {name: None if a is None else back(a)
+            for name, a in zip(NAMES, (out, lse, *grads), strict=True)}
+
+
+def expected(seed, index, Br, Bc):
+    """What a worker finds out without a GPU: the answers, and the CPU path's results."""
+    case, wide = draw(seed, index)
+    x = inputs(case)
+    with tuned(Br=Br, Bc=Bc, round_P=True):
+        on_cpu = run(x, wide)
+    return index, answers_to(x), floors(x), on_cpu
+
+
+def tile_of(case, where):
+    """Br and Bc of the forward kernel; every row's lazy reference follows its key tiles."""
+    x = inputs(case)
+    problem, _ = describe(x.q, x.k, x.v, Options(**x.options))
+    config = make_plan("forward", problem, where).launches[0].config
+    return config.Br, config.Bc
+
+
+def apart(kind, got, on_cpu, floor):
+    """Difference of GPU and CPU path in units of what is allowed; floor: see `answers.floors`."""
+    a, b = got.astype(np.float64), on_cpu.astype(np.float64)
+    finite = np.isfinite(b)
+    if not np.array_equal(np.isfinite(a), finite):
+        return np.inf
+    if not finite.any():
+        return 0.0
+    a, b = a[finite], b[finite]
+    difference, size = (np.sqrt(np.mean(np.square(x))) for x in (a - b, b))
+    return float(difference / (APART[kind] * size + floor)) if difference else 0.0
+
+
+def compile(options, results):
+    """Compile every unit that `random` needs, in parallel processes."""
+    units = needed(options)
+    say(f"{len(units)} units")
+    start = time.perf_counter()
+    with ProcessPoolExecutor(min(options.jobs, 16), get_context("spawn")) as pool:
+        for done, _ in enumerate(pool.map(compile_one, units, chunksize=2), 1):
+            if done % 50 == 0 or done == len(units):
+                say(f"{done}/{len(units)} compiled, {time.perf_counter() - start:.0f} s")
+    return 0
+
+
+def needed(options):
+    """(name, text) of the units of all problems of a run."""
+    from cupy_flash import device
+    from cupy_flash.backends.cuda.unit import unit
+
+    where, units = device.gpu(0), {}
+    for index in range(options.count):
+        x = inputs(draw(options.seed, index)[0])
+        problem, _ = describe(x.q, x.k, x.v, Options(**x.options))
+        for direction in ("forward", "backward"):
+            for one in make_plan(direction, problem, where).launches:
+                units[unit(one.entry, one.config, one.smem_bytes)] = None
+    return list(units)
+
+
+def compile_one(unit):
+    """Bring one unit into CuPy's cache."""
+    from cupy_flash.backends.cuda.compile import _load
+
+    _load(*unit)
+
+
+def random(options, results):
+    """The drawn problems that are not yet in the file; 1 if any result is wrong."""
+    import cupy
+
+    from cupy_flash import device
+
+    units = len(needed(options))
+    if units > 400:
+        raise SystemExit(f"{units} units are more than 400")
+    seen = {line["index"] for line in results.lines() if line["seed"] == options.seed}
+    todo = [i for i in range(options.count) if i not in seen]
+    say(f"{len(todo)} of {options.count} problems, {units} units")
+    where, start, wrong = device.gpu(0), time.perf_counter(), 0
+    expected(options.seed, todo[0] if todo else 0, 64, 64)      # one process fills Numba's cache
+    with ProcessPoolExecutor(max(1, options.jobs - 1), get_context("spawn")) as pool:
+        for first in range(0, len(todo), 100):
+            if time.perf_counter() - start > options.seconds:
+                say("the time is used up; run it again to go on")
+                break
+            part = todo[first:first + 100]
+            jobs = [pool.submit(expected, options.seed, i,
+                                *tile_of(draw(options.seed, i)[0], where)) for i in part]
+            for job in jobs:
+                wrong += check(options.seed, *job.result(), cupy, results)
+            say(f"{first + len(jobs)}/{len(todo)}, {wrong} wrong, "
+                f"{time.perf_counter() - start:.0f} s")
+    lines = [line for line in results.lines() if line["seed"] == options.seed]
+    bad = [line for line in lines if line["fault"]]
+    far = [line for line in lines if max(line["apart"].values(), default=0) > 1]
+    say(f"{len(lines)} problems, {len(bad)} outside the rule, {len(far)} farther from the CPU path "
+        "than expected")
+    return 1 if bad else 0
+
+
+def check(seed, index, answers, floor, on_cpu, cupy, results):
+    """Run one problem on the GPU and write a line; 1 if it is wrong."""
+    case, wide = draw(seed, index)
+    kind, fault, ratios = kind_of(case), None, {}
+    try:
+        got = run(inputs(case), wide, cupy.asarray, cupy.asnumpy)
+        judge(case.id, got, *answers, floor)
+        ratios = {name: round(apart(kind, a, on_cpu[name], getattr(floor, name)), 4)
+                  for name, a in got.items() if a is not None}
+        far = {name: ratio for name, ratio in ratios.items() if ratio > 1}
+        if far:
+            say(f"FAR from the CPU path: {case.id}: {far}")
+    except Exception as error:      # the whole list is wanted, not the first fault
+        fault = f"{type(error).__name__}: {error}"
+    if fault:
+        say(f"WRONG {case}: {fault}")
+    changed = {name: value for name, value in asdict(case).items()
+               if value != getattr(Case("x"), name) and name != "label"}
+    results.add(seed=seed, index=index, kind=kind, wide=wide, case=changed, fault=fault,
+                apart=ratios)
+    return bool(fault)
+
+
+def sanitize(options, results):
+    """A small problem for every kernel and dtype, judged; to be run under compute-sanitizer."""
+    import cupy
+
+    cupy.cuda.set_allocator(None)       # every array an allocation of its own, with its own bounds
+    labels = ("causal-tall", "window-causal-gqa", "mask-dense-gqa", "bias-pair-gqa", "bias-query",
+              "bias-head-key-causal", "lens-causal-gqa", "d46v72", "d7v3", "all-options",
+              "decode-long")
+    chosen = [case for case in CASES
+              if case.label in labels and (case.precision or case.dtype != "float32")]
+    chosen += [Case(**{**asdict(case), "dtype": "float32", "precision": precision})
+               for case in chosen if case.dtype == "bfloat16" for precision in ("tf32", "tf32x3")]
+    wrong = 0
+    for done, case in enumerate(chosen, 1):
+        x = inputs(case)
+        try:
+            got = run(x, False, cupy.asarray, cupy.asnumpy)
+            judge(case.id, got, *answers_to(x), floors(x))
+        except AssertionError as error:
+            wrong += 1
+            say(f"WRONG {error}")
+        say(f"{done}/{len(chosen)} {case.id}")
+    results.add(cases=len(chosen), wrong=wrong)
+    return 1 if wrong else 0

@@ -1,0 +1,130 @@
+"""The first call, cold and from the disk cache, and the host's time for a repeated call."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from statistics import median
+
+from gpu_check import say
+
+KINDS = (("bfloat16", "None"), ("float32", "tf32x3"), ("float64", "None"))
+
+
+def times(options, results):
+    """All measurements; nothing is judged here but printed against the goals."""
+    for dtype, precision in KINDS:
+        for d in (64, 128):
+            with tempfile.TemporaryDirectory() as cache:
+                for state in ("cold", "disk"):
+                    found = _in_new_process(cache, dtype, precision, d)
+                    slowest = max(found["kernels"].values())
+                    goal = 2.0 if state == "cold" else 0.3
+                    say(f"first call {dtype} d {d}, {state}: slowest kernel {slowest:.2f} s (goal "
+                        f"{goal} s), {found['kernels']}")
+                    results.add(measured="first call", state=state, dtype=dtype,
+                                precision=precision, d=d, **found)
+    for found in (overhead("forward"), overhead("backward")):
+        say("repeated call:", found)
+        results.add(measured="repeated call", **found)
+    return 0
+
+
+def _in_new_process(cache, *arguments):
+    environment = {**os.environ, "CUPY_CACHE_DIR": cache}
+    command = [sys.executable, sys.argv[0], "first-call", *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def first_call(dtype, precision, d):
+    """In a process of its own: seconds until each kernel is ready, and of the calls around."""
+    start = time.perf_counter()
+    import cupy as cp
+
+    import cupy_flash as cf
+    from cupy_flash.backends.cuda import compile as compiled
+
+    precision = None if precision == "None" else precision
+    cp.zeros(1)
+    cp.cuda.Device().synchronize()
+    context = time.perf_counter() - start
+    kernels, load = {}, compiled._load
+
+    def timed(name, text):
+        before = time.perf_counter()
+        kernel = load(name, text)
+        kernels[name] = round(time.perf_counter() - before, 3)
+        return kernel
+
+    compiled._load = timed
+    import ml_dtypes  # noqa: F401
+    q = cp.zeros((1, 2, 256, int(d)), cp.dtype(dtype))
+    calls = {}
+    before = time.perf_counter()
+    out, lse = cf.attention(q, q, q, causal=True, precision=precision, return_lse=True)
+    cp.cuda.Device().synchronize()
+    calls["forward"] = round(time.perf_counter() - before, 3)
+    before = time.perf_counter()
+    cf.attention_backward(q, q, q, q, out, lse, causal=True, precision=precision)
+    cp.cuda.Device().synchronize()
+    calls["backward"] = round(time.perf_counter() - before, 3)
+    print(json.dumps({"kernels": kernels, "calls": calls, "context": round(context, 3)}))
+    return 0
+
+
+def overhead(direction, calls=200, rounds=25):
+    """Microseconds of the host for a repeated small call, beside bare launches of its kernels."""
+    import cupy as cp
+    import numpy as np
+
+    import cupy_flash as cf
+    from cupy_flash import device
+    from cupy_flash.backends.cuda import compile as compiled
+    from cupy_flash.backends.cuda.params import PARAMS
+    from cupy_flash.backends.cuda.unit import unit
+    from cupy_flash.bind import Options, bind_backward, bind_forward
+    from cupy_flash.plan import make_plan
+
+    q = cp.zeros((1, 1, 16, 64), cp.float16)       # the GPU must be done before the host
+    out, lse = cf.attention(q, q, q, return_lse=True)
+    where = device.gpu(q.device.id)
+    if direction == "forward":
+        problem, _ = bind_forward(q, q, q, Options())
+        def call():
+            return cf.attention(q, q, q)
+    else:
+        problem, _ = bind_backward(q, q, q, q, out, lse, Options())
+        def call():
+            return cf.attention_backward(q, q, q, q, out, lse)
+    struct = np.zeros(1, PARAMS[direction])        # tasks = 0: the kernels return at once
+    plan = make_plan(direction, problem, where)
+    kernels = []
+    for one in plan.launches:
+        name, text = unit(one.entry, one.config, one.smem_bytes)
+        kernel = cp.RawModule(code=text, options=compiled.options()).get_function(name)
+        kernel.max_dynamic_shared_size_bytes = one.smem_bytes
+        kernels.append((kernel, (one.tasks,), (one.threads,), one.smem_bytes))
+
+    def bare():
+        for kernel, grid, block, shared in kernels:
+            kernel(grid, block, (struct,), shared_mem=shared)
+
+    def host(function):
+        function()
+        cp.cuda.Device().synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        spent = time.perf_counter() - start
+        cp.cuda.Device().synchronize()
+        return 1e6 * spent / calls
+
+    pairs = [(host(call), host(bare)) for _ in range(rounds)]
+    ours, launch = (median(column) for column in zip(*pairs, strict=True))
+    return {"direction": direction, "launches": len(kernels), "call_us": round(ours, 1),
+            "bare_us": round(launch, 1), "more_us": round(ours - launch, 1), "goal_us": 20}
