@@ -90,14 +90,14 @@ def compute(backend, x, views=(), **more):
     return {name: None if a is None else backend.asnumpy(a) for name, a in results.items()}
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(problem=problems(), views=st.lists(st.none() | st.sampled_from(VIEWS), max_size=7))
 def test_agrees_with_the_reference(backend, problem, views):
     x = drawn_inputs(*problem)
     judge(f"{problem}", compute(backend, x, views), *answers_to(x), floors(x))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(problem=problems(), Br=st.integers(1, 12), Bc=st.integers(1, 20),
        lazy=st.sampled_from((None, 0.0, 1.0, 100.0)))
 def test_tiles_change_nothing_but_rounding(backend, problem, Br, Bc, lazy):
@@ -107,7 +107,7 @@ def test_tiles_change_nothing_but_rounding(backend, problem, Br, Bc, lazy):
     judge(f"{problem}", got, *answers_to(x), floors(x))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(problem=problems(("normal", "mean1")))
 def test_rows_that_see_nothing_and_keys_that_nobody_sees(backend, problem):
     """Exact zeros, and never a NaN, wherever nothing is seen."""
