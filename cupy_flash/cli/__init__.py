@@ -1,4 +1,4 @@
-"""The command line: ``python -m cupy_flash {demo,info,selftest,warmup}``.
+"""The command line: ``python -m cupy_flash {demo,doctor,info,selftest,warmup}``.
 
 Each command lives in the module of its name, with `add_arguments(parser)` and `run(arguments)`,
 which returns the exit status. A command's module is imported only when the command is run.
@@ -10,6 +10,7 @@ import sys
 
 COMMANDS = {
     "demo": "recognise handwritten digits by attention, beside plain NumPy (needs [examples])",
+    "doctor": "try the GPU path step by step, and say what is missing and what mends it",
     "info": "print versions, devices, caches and threads: the text to put into a report",
     "selftest": "compare some dozens of small cases with a slow, exact reference on every device",
     "warmup": "compile the kernels now, so that no later call waits for it",

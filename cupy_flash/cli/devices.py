@@ -65,7 +65,7 @@ def cuda_devices():
         x = device.asarray(np.zeros((1, 1), np.float32))
         try:
             cf.attention(x, x, x)
-        except NotImplementedError as error:
+        except (NotImplementedError, RuntimeError) as error:
             reason = f"{device.name}: {error}"
         else:
             usable.append(device)
