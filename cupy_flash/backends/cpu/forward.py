@@ -63,10 +63,10 @@ def forward(params, slab, tasks):
 def forward_tile(p, t, b, head_k, row0, split):
     """The packed rows row0 ... row0 + Br of one key head, over the keys of one split."""
     rows = open_rows(p, b, head_k * p.group, p.group, row0, t.S)
-    load_queries(p, t, rows)
+    in_place = reads_in_place(p, rows, t.S)
+    load_queries(p, t, rows, in_place)
     k_base = p.k.address + b * p.k.b + head_k * p.k.h
     v_base = p.v.address + b * p.v.b + head_k * p.v.h
-    in_place = reads_in_place(p, rows, t.S)
     first, last = key_range(rows)
     first = max(first, split * p.split_keys)
     last = min(last, (split + 1) * p.split_keys)
@@ -90,13 +90,13 @@ def forward_tile(p, t, b, head_k, row0, split):
 
 
 @tile_function
-def load_queries(p, t, rows):
-    """q_t, or q for few rows, from Q with the scale folded in; acc, m and l as they start."""
+def load_queries(p, t, rows, in_place):
+    """q_t (or q, if K is read in place) with the scale folded in; acc, m and l as they start."""
     base = p.q.address + rows.b * p.q.b + rows.head0 * p.q.h
     load_tile(t.acc, p.q, base, rows.row0, rows.rows, p.d, p.group)
     round_tile(t.acc, rows.rows, p.d, p.round_inputs)
     scale = t.acc.dtype.type(p.scale)
-    if rows.rows <= FEW_ROWS:
+    if in_place:
         for r in range(rows.rows):
             for c in range(p.d):
                 t.q[r, c] = t.acc[r, c] * scale
