@@ -1,0 +1,226 @@
+"""What only a GPU can show: streams, graphs, devices, blocks without number, derivatives."""
+
+import numpy as np
+import pytest
+from answers import answers_to, floors, judge
+from cases import CASES, Case, inputs
+
+import cupy_flash as cf
+
+pytestmark = pytest.mark.gpu
+ALL_OPTIONS = {case.dtype: case for case in CASES if case.label == "all-options"}
+
+
+@pytest.fixture
+def cp():
+    """CuPy."""
+    return pytest.importorskip("cupy")
+
+
+def on_gpu(cp, x):
+    """The `Inputs` as CuPy arrays of the current device."""
+    options = {name: cp.asarray(value) if isinstance(value, np.ndarray) else value
+               for name, value in x.options.items()}
+    return type(x)(*(cp.asarray(a) for a in x[:-1]), options)
+
+
+def both(y):
+    """out, lse and the gradients, dbias among them if there is a bias."""
+    out, lse = cf.attention(y.q, y.k, y.v, return_lse=True, **y.options)
+    g = cf.attention_backward(y.dout, y.q, y.k, y.v, out, lse, dlse=y.dlse, **y.options)
+    return {"out": out, "lse": lse, **{n: a for n, a in g._asdict().items() if a is not None}}
+
+
+def assert_same_arrays(got, want):
+    """Bit by bit, on the device or off it."""
+    for name, a in want.items():
+        assert bytes(np.asarray(got[name].get())) == bytes(np.asarray(a.get())), name
+
+
+@pytest.mark.parametrize("dtype", ALL_OPTIONS)
+def test_calls_are_captured_into_a_graph(cp, dtype):
+    """No call synchronises, reads back or uses another stream, or the capture would fail."""
+    first, second = (on_gpu(cp, inputs(ALL_OPTIONS[dtype])) for _ in range(2))
+    for name in ("q", "k", "v", "dout"):
+        getattr(second, name)[...] = getattr(second, name)[..., ::-1, :].copy()
+    want = both(second)
+    wanted = cf.merge([want["out"]] * 2, [want["lse"]] * 2)     # compiles CuPy's kernels as well
+    stream = cp.cuda.Stream(non_blocking=True)
+    pool = cp.cuda.MemoryPool()         # a graph keeps using what was allocated while it was made
+    with stream, cp.cuda.using_allocator(pool.malloc):
+        both(first)                     # compiles
+        stream.begin_capture()
+        got = both(first)
+        merged = cf.merge([got["out"]] * 2, [got["lse"]] * 2)
+        graph = stream.end_capture()
+        for name in ("q", "k", "v", "dout"):
+            getattr(first, name)[...] = getattr(second, name)
+        graph.launch()
+        stream.synchronize()
+        assert_same_arrays(got, want)
+        assert_same_arrays(dict(enumerate(merged)), dict(enumerate(wanted)))
+
+
+def test_work_goes_to_the_current_stream(cp):
+    """What the stream is still busy with is seen by the call that follows on it."""
+    x = on_gpu(cp, inputs(Case("stream", d=64, dtype="float32")))
+    want = both(x)
+    late = x._replace(q=cp.zeros_like(x.q))
+    work = cp.ones((4096, 4096), np.float32)
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        for _ in range(20):
+            work = work @ work * 1e-4
+        late.q[...] = x.q
+        got = both(late)
+        stream.synchronize()
+    assert_same_arrays(got, want)
+
+
+def test_repeated_calls_keep_nothing(cp):
+    from cupy_flash.backends.cuda import compile as compiled
+
+    x = on_gpu(cp, inputs(ALL_OPTIONS["bfloat16"]))
+    want = both(x)
+    pool = cp.get_default_memory_pool()
+    modules, used, total = compiled._function.cache_info().currsize, pool.used_bytes(), None
+    for i in range(300):
+        assert_same_arrays(both(x), want) if i % 100 == 0 else both(x)
+        total = total or pool.total_bytes()
+    assert compiled._function.cache_info().currsize == modules
+    assert pool.used_bytes() == used and pool.total_bytes() <= 2 * total
+
+
+def test_arrays_on_a_device_that_is_not_current(cp):
+    if cp.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    x = inputs(ALL_OPTIONS["float32"])
+    results = []
+    for current, number in ((0, 1), (0, 0), (1, 0), (0, 1), (1, 1)):
+        with cp.cuda.Device(number):
+            y = on_gpu(cp, x)
+        with cp.cuda.Device(current):
+            got = both(y)
+            merged = cf.merge([got["out"]] * 2, [got["lse"]] * 2)
+            assert cp.cuda.runtime.getDevice() == current
+            assert all(a.device.id == number for a in (*got.values(), *merged))
+            with pytest.raises(ValueError, match="`window`"):
+                cf.attention(y.q, y.k, y.v, window=(-1, 0))
+            assert cp.cuda.runtime.getDevice() == current
+        with cp.cuda.Device(number):
+            results.append({name: a.get() for name, a in got.items()})
+    for other in results[1:]:
+        for name, a in results[0].items():
+            assert a.tobytes() == other[name].tobytes(), name
+    with cp.cuda.Device(0):
+        q = on_gpu(cp, x).q
+    with cp.cuda.Device(1):
+        k = on_gpu(cp, x).k
+    with pytest.raises(ValueError, match="`k` is on GPU 1, but `q` is on GPU 0"):
+        cf.attention(q, k, k)
+
+
+def test_more_blocks_than_a_grid_had_room_for(cp):
+    x = cp.random.default_rng(0).standard_normal((70_000, 3, 16), np.float32)
+    got = cf.attention(x, x, x, causal=True)
+    S = x @ x.transpose(0, 2, 1) / 4
+    S[:, ~np.tri(3, dtype=bool)] = -np.inf
+    P = cp.exp(S - S.max(axis=2, keepdims=True))
+    want = P @ x / P.sum(axis=2, keepdims=True)
+    assert float(cp.abs(got - want).max()) < 1e-2       # CuPy's own products may be TF32
+
+
+def test_the_gradient_is_the_derivative(cp):
+    """Forward against backward in float64, along random directions, with every option."""
+    y = on_gpu(cp, inputs(ALL_OPTIONS["float64"]))
+    grads = both(y)
+    rng = cp.random.default_rng(0)
+    step = 1e-6
+
+    def loss(**arrays):
+        z = y._replace(**{n: a for n, a in arrays.items() if n != "bias"})
+        options = {**y.options, **{n: a for n, a in arrays.items() if n == "bias"}}
+        out, lse = cf.attention(z.q, z.k, z.v, return_lse=True, **options)
+        seen = cp.isfinite(lse)
+        return float((out * y.dout).sum() + (cp.where(seen, lse, 0) * y.dlse).sum())
+
+    for name in ("q", "k", "v", "bias"):
+        x = y.options["bias"] if name == "bias" else getattr(y, name)
+        way = rng.standard_normal(x.shape)
+        slope = (loss(**{name: x + step * way}) - loss(**{name: x - step * way})) / (2 * step)
+        along = float((grads["d" + name] * way).sum())
+        assert abs(slope - along) < 1e-6 * max(1, float(cp.abs(grads["d" + name]).sum())), name
+
+
+@pytest.mark.parametrize("dtype", ALL_OPTIONS)
+def test_the_same_bits_every_time(cp, dtype):
+    y = on_gpu(cp, inputs(ALL_OPTIONS[dtype]))
+    want = both(y)
+    for _ in range(5):
+        assert_same_arrays(both(y), want)
+
+
+def test_lengths_out_of_range_are_clamped(cp):
+    """They are not read on the host; nothing beyond the arrays is touched all the same."""
+    y = on_gpu(cp, inputs(Case("clamp", B=2, dtype="float32")))
+    rows, keys = y.q.shape[-2], y.k.shape[-2]
+    lens = {"q_lens": [rows, 0], "kv_lens": [keys, 0]}
+    wild = {"q_lens": [rows + 7, -3], "kv_lens": [2**31 - 1, -(2**31)]}
+    want, got = (both(y._replace(options={name: cp.array(value, np.int32)
+                                          for name, value in given.items()}))
+                 for given in (lens, wild))
+    assert_same_arrays(got, want)
+
+
+class Dlpack:
+    """A GPU array of a library that has nothing but DLPack."""
+
+    def __init__(self, x):
+        self.x, self.shape = x, x.shape
+
+    def __dlpack_device__(self):
+        return self.x.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        return self.x.__dlpack__(**options)
+
+
+class Interface:
+    """A GPU array of a library that has nothing but the older interface."""
+
+    def __init__(self, x):
+        self.__cuda_array_interface__ = x.__cuda_array_interface__
+        self.x = x
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_arrays_of_other_libraries_are_not_copied(cp, dtype):
+    x = on_gpu(cp, inputs(Case("foreign", dtype=dtype)))
+    want = cf.attention(x.q, x.k, x.v)
+    out = cf.attention(Dlpack(x.q), x.k, Dlpack(x.v))
+    assert_same_arrays({"out": out}, {"out": want})
+    if dtype == "float32":
+        k = Interface(x.k)
+        assert_same_arrays({"out": cf.attention(x.q, k, x.v)}, {"out": want})
+        x.k[...] = 0
+        assert not bool((cf.attention(x.q, k, x.v) == want).all())
+    else:
+        with pytest.raises(TypeError, match=r"`k`.*bfloat16"):
+            cf.attention(x.q, Interface(x.k), x.v)
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.125), np.float64(0.125), np.array(0.125), -0.0],
+                         ids=repr)
+def test_every_spelling_of_a_number(cp, scale):
+    x = on_gpu(cp, inputs(Case("scalar", dtype="float32")))
+    want = cf.attention(x.q, x.k, x.v, scale=float(scale))
+    assert_same_arrays({"out": cf.attention(x.q, x.k, x.v, scale=scale)}, {"out": want})
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.label == "decode-long"],
+                         ids=lambda case: case.id)
+def test_split_keys(cp, case):
+    """Few queries and many keys: the keys are split and merged."""
+    x = inputs(case)
+    assert "combine" in cf.explain(*on_gpu(cp, x)[:3], **on_gpu(cp, x).options)
+    got = {name: a.get() for name, a in both(on_gpu(cp, x)).items()}
+    judge(case.id, got, *answers_to(x), floors(x))
