@@ -6,6 +6,8 @@ One product serves forward and backward, because tiles of scores are kept transp
     S^T = K Q^T    acc += P V    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q    dQ += dS K
 """
 
+from collections import namedtuple
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -36,12 +38,38 @@ def _broadcast(builder, x, vector):
     return builder.shuffle_vector(one, one, zeros)
 
 
-def _fma(builder, vector):
-    """LLVM's fused multiply-add for `vector`."""
-    name = f"llvm.fma.v{vector.count}f{8 * VECTOR_BYTES // vector.count}"
-    return cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(vector, [vector] * 3), name
+# A matrix argument of an intrinsic as LLVM values; row, column: strides in bytes.
+Matrix = namedtuple("Matrix", "data rows row column itemsize scalar vector")
+
+
+def _unpacked(context, builder, signature, args):
+    """The arguments, arrays as `Matrix`."""
+    for kind, value in zip(signature.args, args, strict=True):
+        if not isinstance(kind, types.Array):
+            yield value
+            continue
+        array = context.make_array(kind)(context, builder, value)
+        row, column = cgutils.unpack_tuple(builder, array.strides)
+        rows, _ = cgutils.unpack_tuple(builder, array.shape)
+        itemsize = kind.dtype.bitwidth // 8
+        scalar = context.get_value_type(kind.dtype)
+        vector = ir.VectorType(scalar, VECTOR_BYTES // itemsize)
+        yield Matrix(array.data, rows, row, column, itemsize, scalar, vector)
+
+
+def _load(builder, matrix, offset):
+    """The vector at `offset` bytes."""
+    return builder.load(
+        _pointer(builder, matrix.data, offset, matrix.vector), align=matrix.itemsize
     )
+
+
+def _accumulate(builder, cell, a, b):
+    """cell += a * b for vectors, rounded once."""
+    kind = a.type
+    name = f"llvm.fma.v{kind.count}f{8 * VECTOR_BYTES // kind.count}"
+    fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+    builder.store(builder.call(fma, [a, b, builder.load(cell)]), cell)
 
 
 def _prefetch(builder, base, offset):
@@ -62,71 +90,56 @@ def _make_micro_kernel(rows, vectors):
 
         `a` may have any strides (a transposed view costs nothing), rows of b and c unit stride.
         """
-        signature = types.void(c, a, b, types.intp, types.intp, types.intp, types.boolean)
-        bits = c.dtype.bitwidth
 
-        def codegen(context, builder, sig, args):
-            index = context.get_value_type(types.intp)
-            scalar = context.get_value_type(c.dtype)
-            vector = ir.VectorType(scalar, VECTOR_BYTES * 8 // bits)
-            C, A, B = (
-                context.make_array(t)(context, builder, x)
-                for t, x in zip(sig.args, args[:3], strict=False)
-            )
-            (c_row, _), (a_row, a_col), (b_row, _) = (
-                cgutils.unpack_tuple(builder, x.strides) for x in (C, A, B)
-            )
-            _, _, _, i, j, depth, accumulate = args
-            fma, zero = _fma(builder, vector), ir.Constant(vector, None)
-            columns = [
-                builder.add(builder.mul(j, index(bits // 8)), index(VECTOR_BYTES * n))
-                for n in range(vectors)
-            ]
-            lines = [builder.add(i, index(r)) for r in range(rows)]
-            a_rows = [_pointer(builder, A.data, builder.mul(r, a_row), scalar) for r in lines]
-            c_cells = [
-                _pointer(builder, C.data, builder.add(builder.mul(r, c_row), n), vector)
-                for r in lines
-                for n in columns
-            ]
-            # SROA makes registers of these.
-            total = [cgutils.alloca_once_value(builder, zero) for _ in c_cells]
-            acc = [cgutils.alloca_once_value(builder, zero) for _ in c_cells]
-            with builder.if_then(accumulate):
-                for cell, c_total in zip(c_cells, total, strict=True):
-                    builder.store(builder.load(cell, align=bits // 8), c_total)
-            with cgutils.for_range_slice(builder, index(0), depth, index(CHAIN)) as (start, _):
-                rest = builder.sub(depth, start)
-                short = builder.icmp_signed("<", rest, index(CHAIN))
-                for c_acc in acc:
-                    builder.store(zero, c_acc)
-                with cgutils.for_range(builder, builder.select(short, rest, index(CHAIN))) as loop:
-                    k = builder.add(start, loop.index)
-                    b_row_k, a_col_k = builder.mul(k, b_row), builder.mul(k, a_col)
-                    b_vectors = [
-                        builder.load(
-                            _pointer(builder, B.data, builder.add(b_row_k, n), vector),
-                            align=bits // 8,
-                        )
-                        for n in columns
-                    ]
-                    for r, a_pointer in enumerate(a_rows):
-                        x = builder.load(_pointer(builder, a_pointer, a_col_k, scalar))
-                        a_vector = _broadcast(builder, x, vector)
-                        for n, b_vector in enumerate(b_vectors):
-                            cell = acc[r * vectors + n]
-                            builder.store(
-                                builder.call(fma, [a_vector, b_vector, builder.load(cell)]), cell
-                            )
-                for c_acc, c_total in zip(acc, total, strict=True):
-                    builder.store(builder.fadd(builder.load(c_total), builder.load(c_acc)), c_total)
-            for cell, c_total in zip(c_cells, total, strict=True):
-                builder.store(builder.load(c_total), cell, align=bits // 8)
+        def codegen(context, builder, signature, args):
+            _emit_product(context, builder, signature, args, rows, vectors)
             return context.get_dummy_value()
 
-        return signature, codegen
+        return types.void(c, a, b, types.intp, types.intp, types.intp, types.boolean), codegen
 
     return micro_kernel
+
+
+def _emit_product(context, builder, signature, args, rows, vectors):
+    """The instructions of a micro-kernel: sums in registers, stored once."""
+    C, A, B, i, j, depth, accumulate = _unpacked(context, builder, signature, args)
+    index, vector = context.get_value_type(types.intp), C.vector
+    zero = ir.Constant(vector, None)
+    columns = [
+        builder.add(builder.mul(j, index(C.itemsize)), index(VECTOR_BYTES * n))
+        for n in range(vectors)
+    ]
+    lines = [builder.add(i, index(r)) for r in range(rows)]
+    a_rows = [_pointer(builder, A.data, builder.mul(r, A.row), C.scalar) for r in lines]
+    cells = [
+        _pointer(builder, C.data, builder.add(builder.mul(r, C.row), n), vector)
+        for r in lines
+        for n in columns
+    ]
+    # SROA makes registers of these.
+    total = [cgutils.alloca_once_value(builder, zero) for _ in cells]
+    acc = [cgutils.alloca_once_value(builder, zero) for _ in cells]
+    with builder.if_then(accumulate):
+        for cell, c_total in zip(cells, total, strict=True):
+            builder.store(builder.load(cell, align=C.itemsize), c_total)
+    with cgutils.for_range_slice(builder, index(0), depth, index(CHAIN)) as (start, _):
+        rest = builder.sub(depth, start)
+        short = builder.icmp_signed("<", rest, index(CHAIN))
+        for c_acc in acc:
+            builder.store(zero, c_acc)
+        with cgutils.for_range(builder, builder.select(short, rest, index(CHAIN))) as loop:
+            k = builder.add(start, loop.index)
+            b_row, a_column = builder.mul(k, B.row), builder.mul(k, A.column)
+            b_vectors = [_load(builder, B, builder.add(b_row, n)) for n in columns]
+            for r, a_row in enumerate(a_rows):
+                x = builder.load(_pointer(builder, a_row, a_column, C.scalar))
+                a_vector = _broadcast(builder, x, vector)
+                for n, b_vector in enumerate(b_vectors):
+                    _accumulate(builder, acc[r * vectors + n], a_vector, b_vector)
+        for c_acc, c_total in zip(acc, total, strict=True):
+            builder.store(builder.fadd(builder.load(c_total), builder.load(c_acc)), c_total)
+    for cell, c_total in zip(cells, total, strict=True):
+        builder.store(builder.load(c_total), cell, align=C.itemsize)
 
 
 def _make_dot_kernel(keys):
@@ -138,53 +151,40 @@ def _make_dot_kernel(keys):
 
         Meanwhile the values of these keys, and the keys one tile on, are on their way to the cache.
         """
-        signature = types.void(s, k, q, v, types.intp, types.intp, types.intp)
-        bits = s.dtype.bitwidth
 
-        def codegen(context, builder, sig, args):
-            index = context.get_value_type(types.intp)
-            scalar = context.get_value_type(s.dtype)
-            vector = ir.VectorType(scalar, VECTOR_BYTES * 8 // bits)
-            S, K, Q, V = (
-                context.make_array(t)(context, builder, x)
-                for t, x in zip(sig.args, args[:4], strict=False)
-            )
-            (s_row, s_col), (k_row, _), (q_row, _), (v_row, _) = (
-                cgutils.unpack_tuple(builder, x.strides) for x in (S, K, Q, V)
-            )
-            tile_bytes = builder.mul(cgutils.unpack_tuple(builder, K.shape)[0], k_row)
-            _, _, _, _, j, i, depth = args
-            fma, zero = _fma(builder, vector), ir.Constant(vector, None)
-            kind = ir.FunctionType(scalar, [scalar, vector])
-            total = cgutils.get_or_insert_function(
-                builder.module, kind, f"llvm.vector.reduce.fadd.v{vector.count}f{bits}"
-            )
-            rows = [builder.add(j, index(n)) for n in range(keys)]
-            acc = [cgutils.alloca_once_value(builder, zero) for _ in rows]
-            with cgutils.for_range_slice(builder, index(0), depth, index(vector.count)) as (c, _):
-                column = builder.mul(c, index(bits // 8))
-                q_at = builder.add(builder.mul(i, q_row), column)
-                q_vector = builder.load(_pointer(builder, Q.data, q_at, vector), align=bits // 8)
-                for row, cell in zip(rows, acc, strict=True):
-                    k_at = builder.add(builder.mul(row, k_row), column)
-                    k_vector = builder.load(
-                        _pointer(builder, K.data, k_at, vector), align=bits // 8
-                    )
-                    builder.store(builder.call(fma, [k_vector, q_vector, builder.load(cell)]), cell)
-                    _prefetch(builder, K.data, builder.add(k_at, tile_bytes))
-                    _prefetch(builder, V.data, builder.add(builder.mul(row, v_row), column))
-            for row, cell in zip(rows, acc, strict=True):
-                # `reassoc` lets LLVM add the lanes as a tree; the order is fixed all the same.
-                x = builder.call(
-                    total, [ir.Constant(scalar, 0), builder.load(cell)], fastmath=("reassoc",)
-                )
-                s_at = builder.add(builder.mul(row, s_row), builder.mul(i, s_col))
-                builder.store(x, _pointer(builder, S.data, s_at, scalar))
+        def codegen(context, builder, signature, args):
+            _emit_dots(context, builder, signature, args, keys)
             return context.get_dummy_value()
 
-        return signature, codegen
+        return types.void(s, k, q, v, types.intp, types.intp, types.intp), codegen
 
     return dot_kernel
+
+
+def _emit_dots(context, builder, signature, args, keys):
+    """The instructions of a dot kernel: a vector of partial sums per key, added up at the end."""
+    S, K, Q, V, j, i, depth = _unpacked(context, builder, signature, args)
+    index, vector = context.get_value_type(types.intp), S.vector
+    name = f"llvm.vector.reduce.fadd.v{vector.count}f{8 * S.itemsize}"
+    kind = ir.FunctionType(S.scalar, [S.scalar, vector])
+    add_up = cgutils.get_or_insert_function(builder.module, kind, name)
+    tile_bytes = builder.mul(K.rows, K.row)
+    lines = [builder.add(j, index(n)) for n in range(keys)]
+    acc = [cgutils.alloca_once_value(builder, ir.Constant(vector, None)) for _ in lines]
+    with cgutils.for_range_slice(builder, index(0), depth, index(vector.count)) as (c, _):
+        column = builder.mul(c, index(S.itemsize))
+        q_vector = _load(builder, Q, builder.add(builder.mul(i, Q.row), column))
+        for line, cell in zip(lines, acc, strict=True):
+            k_at = builder.add(builder.mul(line, K.row), column)
+            _accumulate(builder, cell, _load(builder, K, k_at), q_vector)
+            _prefetch(builder, K.data, builder.add(k_at, tile_bytes))
+            _prefetch(builder, V.data, builder.add(builder.mul(line, V.row), column))
+    for line, cell in zip(lines, acc, strict=True):
+        # `reassoc` lets LLVM add the lanes as a tree; the order is fixed all the same.
+        zero = ir.Constant(S.scalar, 0)
+        x = builder.call(add_up, [zero, builder.load(cell)], fastmath=("reassoc",))
+        at = builder.add(builder.mul(line, S.row), builder.mul(i, S.column))
+        builder.store(x, _pointer(builder, S.data, at, S.scalar))
 
 
 _micro_kernel = _make_micro_kernel(MICRO_ROWS, 1)
