@@ -115,7 +115,8 @@ def four_axes(problem, operands):
     """
     full = (problem.batch, problem.heads_q, problem.Nq, problem.Nk)
     shapes = {"mask": full, "bias": full, "slopes": full[:2]}
-    axes = {**dict.fromkeys(("q", "k", "v", "out", "dout", *_BUFFERS), 4), "lse": 3, "dlse": 3}
+    rows = ("q", "k", "v", "out", "dout", *_BUFFERS, "dbias")
+    axes = {**dict.fromkeys(rows, 4), "lse": 3, "dlse": 3}
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     for name, x in given.items():
         if name in shapes:
