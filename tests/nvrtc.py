@@ -13,8 +13,13 @@ OPTIONS = ("-std=c++17", "-ftz=true")
 
 @cache
 def _library():
-    """The library, from the wheel nvidia-cuda-nvrtc or from where the loader finds it."""
+    """The library: from a wheel of NVIDIA's, from where CuPy finds it, or from the loader."""
     names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib  # comes with CuPy
+        names[:0] = [load_nvidia_dynamic_lib("nvrtc").abs_path]
+    except (ImportError, RuntimeError):
+        pass
     for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         try:
             files = metadata.files(package) or ()

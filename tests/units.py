@@ -1,9 +1,10 @@
 """Every tile row of the CUDA kernels as units to compile, and the table of what they need.
 
-`tests/resources.json` holds registers, spills and stack of every unit. To write it anew, after a
-kernel or the table of tiles has changed (minutes; a GPU is not needed):
+`tests/resources.json` holds registers, spills and stack of units. To write it anew, after a kernel
+or the table of tiles has changed (a GPU is not needed):
 
-    python tests/units.py
+    python tests/units.py           # what the tests compile, some minutes
+    python tests/units.py --all     # every row on every architecture, an hour of processor time
 """
 
 import json
@@ -76,7 +77,7 @@ def sample():
     """A part of all units that compiles in two minutes: every row once, with features and without.
 
     The architectures that can have a row take turns, and so do the two kinds that share it; each
-    architecture gets each kernel. `python tests/units.py` compiles everything.
+    architecture gets each kernel.
     """
     candidates = {}
     for arch in SMEM:
@@ -105,9 +106,10 @@ def measure_all(units):
 
 def main():
     """Write the table."""
-    units = [one for arch in SMEM for one in all_units(arch).values()]
+    units, table = sample(), {}
+    if "--all" in sys.argv:
+        units = [one for arch in SMEM for one in all_units(arch).values()]
     units = list({one.key: one for one in units}.values())
-    table = {}
     for i, (key, found) in enumerate(measure_all(units)):
         if isinstance(found, str):
             raise SystemExit(f"{key} does not compile:\n{found}")
