@@ -108,6 +108,21 @@ def test_a_struct_follows_its_arrays(launches):
             x.data.ptr for x in (q, k, v, out)]
 
 
+def test_a_struct_is_a_call_s_own(launches):
+    """Two threads may fill the structs of one plan at once."""
+    x, y = (fake(np.zeros((2, 3, 5, 16), np.float16)) for _ in "xy")
+    cf.attention(x, x, x)
+    (template,) = launch._templates.values()
+    problem, operands = bind_forward(x, x, x, Options())
+    operands = operands._replace(out=x, lse=x)
+    one = template.fill(operands, {})
+    before = one.copy()
+    template.fill(operands._replace(q=y), {})
+    template.set_tasks(one, 77)
+    assert (one != before).sum() == 1
+    assert (template.fill(operands, {}) == before).all()
+
+
 @pytest.mark.parametrize("offset, width", [(0, 16), (1, 2), (2, 4), (4, 8), (8, 16), (12, 8)])
 def test_loads_are_as_wide_as_the_addresses_allow(offset, width, launches):
     raw = np.zeros(3 * 4096, np.float16)
