@@ -41,6 +41,10 @@ CF_DEVICE uint16 float_to_bfloat16(float x) {
 CF_DEVICE float bits_to_float(uint32 x) { return __uint_as_float(x); }
 CF_DEVICE uint32 float_to_bits(float x) { return __float_as_uint(x); }
 
+// a * b as a number of its own: never fused with an addition that follows.
+CF_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
+CF_DEVICE double multiply(double a, double b) { return __dmul_rn(a, b); }
+
 // A pointer into shared memory as the 32-bit address that wmma.load.shared takes.
 CF_DEVICE uint32 shared_address(const void* pointer) {
   uint32 y;

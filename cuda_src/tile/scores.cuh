@@ -58,11 +58,12 @@ CF_DEVICE T score(const Params& p, const ScoreRow<T>& row, T qk, int key, T& slo
   slope = T(1);
   // A select, not a sum: a hidden key may hold NaN. Nor does its mask or bias have to exist.
   if (key < row.first || key >= row.end) return -inf<T>();
-  T S = T(p.scale) * qk;
+  // Fused with the lse that is taken off it, the score of backward were not that of forward.
+  T S = ptx::multiply(T(p.scale), qk);
   if constexpr (Config::features) {
     if (p.softcap != 0) {
       const T cap = T(p.softcap), t = tanh(S / cap);
-      S = cap * t;
+      S = ptx::multiply(cap, t);
       slope = T(1) - t * t;
     }
     if (p.slopes.address != 0) S = add_alibi(S, row, key);

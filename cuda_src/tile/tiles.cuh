@@ -133,11 +133,12 @@ CF_DEVICE bool kept(const T* skip, int r) {
   return skip == nullptr || skip[r] != inf<T>();
 }
 
-// tile[r, c] = packed row `row0 + r`, column c, of the heads that start at `base`. Rows from `count`
-// and columns from `columns` on are zero, whatever memory holds there: 0 * NaN would be NaN.
+// tile[r, c] = packed row `row0 + r`, column c, of the heads that start at `base`. Rows before `begin`
+// and from `count` on and columns from `columns` on are zero, whatever memory holds there: 0 * NaN
+// would be NaN.
 template <typename Config, int height, int width>
 CF_DEVICE void load_tile(typename Config::element* tile, const Tensor& t, uint64 base, int64 row0,
-                         int count, int columns, int64 group, int64 vector_bytes,
+                         int begin, int count, int columns, int64 group, int64 vector_bytes,
                          const accumulator<typename Config::element>* skip = nullptr) {
   using T = typename Config::element;
   constexpr int elements = 16 / int(sizeof(T));
@@ -146,7 +147,7 @@ CF_DEVICE void load_tile(typename Config::element* tile, const Tensor& t, uint64
   for (int i = int(threadIdx.x); i < height * chunks; i += 32 * Config::warps) {
     const int r = i / chunks, c = i % chunks * elements;
     Chunk chunk = {};
-    if (r < count && c < columns && kept(skip, r)) {
+    if (r >= begin && r < count && c < columns && kept(skip, r)) {
       chunk = load_operands<Config>(t, base + rows.offset(t, r), c, columns, int(vector_bytes));
     }
     *reinterpret_cast<Chunk*>(tile + r * pitch<T>(width) + c) = chunk;

@@ -25,16 +25,16 @@ CF_DEVICE void backward_keys(const BackwardParams& p, const GradientTiles<Config
   using T = accumulator<typename Config::element>;
   constexpr int Br = Config::Br, Bc = Config::Bc, d = Config::d, d_v = Config::d_v;
   const int keys = int(min(p.Nk - key0, int64(Bc)));
-  load_keys(t, p, b, head_k, key0, keys);
+  load_keys(t, p, b, head_k, key0, 0, keys);
   Accumulators<Config, Bc, d> dk;
   Accumulators<Config, Bc, d_v> dv;
   const int64 q_len = length(p.q_lens, b, p.Nq), kv_len = length(p.kv_lens, b, p.Nk);
   const Range queries = visible_queries(p, key0, key0 + keys, q_len, kv_len, offset_of(p, q_len, kv_len));
-  for (int64 row0 = queries.first * p.group; row0 < queries.end * p.group; row0 += Br) {
+  // From a whole tile on: the sums are then the same whether a mask or a range hides keys.
+  for (int64 row0 = queries.first * p.group / Br * Br; row0 < queries.end * p.group; row0 += Br) {
     const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Br);
-    __syncthreads();                                    // the tiles of the rows before are free
     load_state(t, p, rows);
-    __syncthreads();                                    // lse is there
+    __syncthreads();                                    // lse is there; Q and dO may change
     load_rows(t, p, rows);
     __syncthreads();                                    // K, V, Q, dO are there
     multiply_scores(t);
@@ -77,9 +77,10 @@ CF_DEVICE void backward_rows(const BackwardParams& p, const GradientTiles<Config
   load_rows(t, p, rows);
   Accumulators<Config, Br, d> dq;
   const Range range = key_range(p, rows);
-  for (int64 key0 = range.first; key0 < range.end; key0 += Bc) {
+  for (int64 key0 = range.first / Bc * Bc; key0 < range.end; key0 += Bc) {
+    const int begin = int(max(range.first - key0, int64(0)));
     const int keys = int(min(range.end - key0, int64(Bc)));
-    load_keys(t, p, b, head_k, key0, keys);
+    load_keys(t, p, b, head_k, key0, begin, keys);
     __syncthreads();                                    // Q, dO, K, V are there
     multiply_scores(t);
     __syncthreads();                                    // S and dP are there

@@ -68,7 +68,7 @@ CF_DEVICE void add_head(const BackwardParams& p, const DbiasTiles<Config>& t, in
     load_rows(t, p, rows);
     for (int64 key = key0; key < key_end; key += Bc) {
       if (key >= range.end || key + Bc <= range.first) continue;
-      load_keys(t, p, b, head / p.group, key, int(min(key_end - key, int64(Bc))));
+      load_keys(t, p, b, head / p.group, key, 0, int(min(key_end - key, int64(Bc))));
       __syncthreads();                                  // Q, dO, K, V are there
       multiply_scores(t);
       __syncthreads();                                  // S and dP are there

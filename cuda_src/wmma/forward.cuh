@@ -113,7 +113,7 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& 
   using T = accumulator<typename Config::element>;
   const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Config::Br);
   load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q),
-                                           row0, rows.rows, int(p.d), p.group, p.vector_bytes);
+                                           row0, 0, rows.rows, int(p.d), p.group, p.vector_bytes);
   find_ranges<Config>(t.ranges, p, rows);
   const uint64 k_base = p.k.address + b * p.k.b + head_k * p.k.h;
   const uint64 v_base = p.v.address + b * p.v.b + head_k * p.v.h;
@@ -122,10 +122,13 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& 
   const Range range = key_range(p, rows);
   const int64 first = max(range.first, split * p.split_keys);
   const int64 last = min(range.end, (split + 1) * p.split_keys);
-  for (int64 key0 = first; key0 < last; key0 += Config::Bc) {
+  // From a whole tile on: the sums are then the same whether a mask or a range hides keys.
+  for (int64 key0 = first / Config::Bc * Config::Bc; key0 < last; key0 += Config::Bc) {
+    const int begin = int(max(first - key0, int64(0)));
     const int keys = int(min(last - key0, int64(Config::Bc)));
-    load_tile<Config, Config::Bc, Config::d>(t.K, p.k, k_base, key0, keys, int(p.d), 1, p.vector_bytes);
-    load_tile<Config, Config::Bc, Config::d_v>(t.V, p.v, v_base, key0, keys, int(p.d_v), 1,
+    load_tile<Config, Config::Bc, Config::d>(t.K, p.k, k_base, key0, begin, keys, int(p.d), 1,
+                                             p.vector_bytes);
+    load_tile<Config, Config::Bc, Config::d_v>(t.V, p.v, v_base, key0, begin, keys, int(p.d_v), 1,
                                                p.vector_bytes);
     __syncthreads();                                    // Q, K, V, ranges are there
     multiply_into<Config::d, Config::Br, Config::Bc, Config>(t.S, as_is<Config::d>(t.Q),

@@ -90,20 +90,22 @@ template <typename Config, Keeps keeps>
 CF_DEVICE void load_rows(const GradientTiles<Config, keeps>& t, const BackwardParams& p,
                          const Rows& rows) {
   const int64 group = rows.packed.group;
-  load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q), rows.row0, rows.rows, int(p.d),
+  load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q), rows.row0, 0, rows.rows, int(p.d),
                                            group, p.vector_bytes, t.lse);
-  load_tile<Config, Config::Br, Config::d_v>(t.dO, p.dout, rows.base(p.dout), rows.row0, rows.rows,
+  load_tile<Config, Config::Br, Config::d_v>(t.dO, p.dout, rows.base(p.dout), rows.row0, 0, rows.rows,
                                              int(p.d_v), group, p.vector_bytes, t.lse);
 }
 
-// K and V of one key tile.
+// K and V of one key tile: keys from `begin` on, `keys` in all.
 template <typename Config, Keeps keeps>
 CF_DEVICE void load_keys(const GradientTiles<Config, keeps>& t, const BackwardParams& p, int64 b,
-                         int64 head_k, int64 key0, int keys) {
-  load_tile<Config, Config::Bc, Config::d>(t.K, p.k, p.k.address + b * p.k.b + head_k * p.k.h, key0, keys,
-                                           int(p.d), 1, p.vector_bytes);
-  load_tile<Config, Config::Bc, Config::d_v>(t.V, p.v, p.v.address + b * p.v.b + head_k * p.v.h, key0,
-                                             keys, int(p.d_v), 1, p.vector_bytes);
+                         int64 head_k, int64 key0, int begin, int keys) {
+  const uint64 k_base = p.k.address + b * p.k.b + head_k * p.k.h;
+  const uint64 v_base = p.v.address + b * p.v.b + head_k * p.v.h;
+  load_tile<Config, Config::Bc, Config::d>(t.K, p.k, k_base, key0, begin, keys, int(p.d), 1,
+                                           p.vector_bytes);
+  load_tile<Config, Config::Bc, Config::d_v>(t.V, p.v, v_base, key0, begin, keys, int(p.d_v), 1,
+                                             p.vector_bytes);
 }
 
 // S = Q K^T and dP = dO V^T.

@@ -9,13 +9,14 @@
 static std::set<std::string> seen;
 
 // Runs the kernel on `grid` blocks. skip: "file.cuh:line" of a barrier to leave out, or "".
-// Returns 0; 1 after a deadlock; 2 if the parameters have another size.
+// fill: the byte that shared memory starts with.
+// Returns what `fibers::launch` does; 3 if the parameters have another size.
 EXPORT int run(const void* params, size_t size, unsigned grid, unsigned threads,
-                   size_t shared_bytes, uint64_t seed, const char* skip) {
+                   size_t shared_bytes, uint64_t seed, const char* skip, int fill) {
   CF_PARAMS p;
-  if (size != sizeof p) return 2;
+  if (size != sizeof p) return 3;
   memcpy(&p, params, size);
-  return fibers::launch([&] { CF_ENTRY(p); }, grid, threads, shared_bytes, seed, skip, seen);
+  return fibers::launch([&] { CF_ENTRY(p); }, grid, threads, shared_bytes, seed, skip, fill, seen);
 }
 
 // The barriers that the last run reached, one "file.cuh:line" a line.

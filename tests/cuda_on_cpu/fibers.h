@@ -4,11 +4,12 @@
 // A fiber runs until it waits at a barrier, a shuffle or a product of its warp; which of those
 // that can go on comes next is drawn at random. An order that no barrier forbids so comes up sooner
 // or later, and a result that depends on it differs: that is the race check. A barrier can be
-// skipped by its place in the source. Shared memory starts as NaN.
+// skipped by its place in the source. Shared memory starts as any byte, 0xFF for NaN.
 #pragma once
 
 #include <math.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -72,6 +73,7 @@ struct Block {
   std::function<void()> kernel;
   jmp_buf scheduler;
   uint64_t random = 0;
+  unsigned favourite = 0;                  // the warp whose fibers are preferred
   std::string skip;                        // "file.cuh:line" of a barrier to leave out
   std::set<std::string> seen;              // the barriers that were reached
 };
@@ -150,6 +152,17 @@ inline void resume(Fiber& fiber) {
   setcontext(&fiber.start);
 }
 
+// One of the fibers that can go on. For a while most come from one warp, so that warps get far ahead
+// of each other: drawn evenly they would keep step.
+inline unsigned pick_fiber(Block& b) {
+  if (draw(64) == 0) b.favourite = draw(b.threads / WARP);
+  unsigned pick = draw(unsigned(b.ready.size()));
+  for (int i = 0; i < 8 && b.ready[pick] / WARP != b.favourite; ++i) {
+    pick = draw(unsigned(b.ready.size()));
+  }
+  return pick;
+}
+
 // Runs one block; false if its threads wait for each other for ever.
 __attribute__((noinline)) inline bool run_block(Block& b) {
   block = &b;
@@ -160,7 +173,7 @@ __attribute__((noinline)) inline bool run_block(Block& b) {
   for (unsigned i = 0; i < b.threads; ++i) b.ready.push_back(i);
   while (b.alive != 0) {
     if (b.ready.empty()) return false;
-    const unsigned pick = draw(unsigned(b.ready.size()));
+    const unsigned pick = pick_fiber(b);
     current = b.ready[pick];
     b.ready[pick] = b.ready.back();
     b.ready.pop_back();
@@ -169,9 +182,13 @@ __attribute__((noinline)) inline bool run_block(Block& b) {
   return true;
 }
 
-// Runs the kernel over a grid of blocks; returns 0, or 1 after a deadlock.
+inline sigjmp_buf crash;
+inline void on_crash(int) { siglongjmp(crash, 1); }
+
+// Runs the kernel over a grid of blocks; returns 0, 1 after a deadlock, 2 after a wild address.
 inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads, size_t shared_bytes,
-                  uint64_t seed, const char* skip, std::set<std::string>& seen) {
+                  uint64_t seed, const char* skip, int fill,
+                  std::set<std::string>& seen) {
   Block b;
   b.grid = grid;
   b.threads = threads;
@@ -180,16 +197,20 @@ inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads,
   b.warps = std::vector<Warp>(threads / WARP);
   b.random = seed;
   b.skip = skip;
-  bool finished = true;
-  for (b.index = 0; b.index < grid && finished; ++b.index) {
+  struct sigaction before, ours = {};
+  ours.sa_handler = on_crash;
+  sigaction(SIGSEGV, &ours, &before);
+  volatile bool finished = true, crashed = sigsetjmp(crash, 1) != 0;
+  for (b.index = 0; b.index < grid && finished && !crashed; ++b.index) {
     // An array of its own, of exactly this size, so that AddressSanitizer sees every byte too many.
     b.shared.reset(new unsigned char[shared_bytes]);
-    memset(b.shared.get(), 0xFF, shared_bytes);
+    memset(b.shared.get(), fill, shared_bytes);
     for (Fiber& fiber : b.fibers) fiber.started = false;
     finished = run_block(b);
   }
+  sigaction(SIGSEGV, &before, nullptr);
   seen = b.seen;
-  return finished ? 0 : 1;
+  return crashed ? 2 : finished ? 0 : 1;
 }
 
 }  // namespace fibers

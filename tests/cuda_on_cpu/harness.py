@@ -33,6 +33,8 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE",
          "-ffp-contract=off", "-fvisibility=hidden", "-fno-gnu-unique")
 NAN_BYTE = 0xFF
+FAULTS = {1: "its threads wait for each other", 2: "it used memory that is not there",
+          3: "params.py and params.cuh differ in size"}
 _jobs = ThreadPoolExecutor(max(1, min(2, len(os.sched_getaffinity(0)))))
 
 
@@ -77,6 +79,10 @@ def tile(Br, Bc, warps):
         cuda_tiles.TILES.update(table)
 
 
+class KernelError(RuntimeError):
+    """A kernel did not come to its end."""
+
+
 class Fibers:
     """The GPU that there is not.
 
@@ -92,12 +98,21 @@ class Fibers:
         Multiprocessors in the eyes of the planner; many of them make it split the keys.
     skip : str
         ``"file.cuh:line"`` of a barrier that is left out.
+    fill : int
+        The byte that shared memory starts with; 0xFF makes NaN of it.
+    missing : int
+        Bytes of shared memory that blocks get less than they ask for.
+    flags : tuple of str
+        For the compiler.
     """
 
-    def __init__(self, Br=16, Bc=16, warps=2, seed=1, grid=3, sms=1, skip="", flags=("-O1",)):
+    def __init__(self, Br=16, Bc=16, warps=2, seed=1, grid=3, sms=1, skip="", fill=NAN_BYTE,
+                 missing=0, flags=("-O1",)):
         self.tile = (Br, Bc, warps)
-        self.seed, self.grid, self.skip, self.flags = seed, grid, skip, flags
+        self.seed, self.grid, self.skip, self.fill, self.flags = seed, grid, skip, fill, flags
+        self.missing = missing
         self.device = GpuDevice(0, "fibers", 80, sms, 163 << 10)
+        self.only = ()                  # the kernels to run; empty: all of a plan
         self.barriers = {}              # entry: the barriers that it reached
 
     def forward(self, q, k, v, *, out_dtype=None, **options):
@@ -112,7 +127,7 @@ class Fibers:
                                           grad_dtype=grad_dtype)
         o = self.run(self.plan("backward", problem), operands)
         dbias = None if o.dbias is None else o.dbias.reshape(options["bias"].shape)
-        return tuple(_axes(x, q.ndim) for x in (o.dq, o.dk, o.dv)) + (dbias,)
+        return *(_axes(x, q.ndim) for x in (o.dq, o.dk, o.dv)), dbias
 
     def plan(self, direction, problem):
         """The plan that a GPU would get, with this tile."""
@@ -130,9 +145,10 @@ class Fibers:
         for buffer in buffers.values():
             _poison(buffer)
         addresses = {name: params.address(buffer) for name, buffer in buffers.items()}
-        for launch in plan.launches:
+        launches = [x for x in plan.launches if not self.only or x.entry in self.only]
+        for launch in launches:
             build(launch.entry, launch.config, launch.smem_bytes, self.flags)
-        for launch in plan.launches:
+        for launch in launches:
             packed = params.pack(plan, launch, operands, {"delta": 0} | addresses)
             self.launch(launch, packed)
         return operands
@@ -141,9 +157,10 @@ class Fibers:
         """One kernel."""
         library = _load(build(launch.entry, launch.config, launch.smem_bytes, self.flags).result())
         code = library.run(packed.ctypes.data, packed.nbytes, min(launch.tasks, self.grid),
-                           launch.threads, launch.smem_bytes, self.seed, self.skip.encode())
+                           launch.threads, max(0, launch.smem_bytes - self.missing), self.seed,
+                           self.skip.encode(), self.fill)
         if code:
-            raise RuntimeError(f"{launch.entry}: " + ("deadlock", "wrong size of params")[code - 1])
+            raise KernelError(f"{launch.entry}: {FAULTS[code]}")
         self.barriers[launch.entry] = library.barriers().decode().split()
 
 
@@ -151,7 +168,7 @@ class Fibers:
 def _load(path):
     library = ctypes.CDLL(str(path))
     library.run.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint, ctypes.c_uint,
-                            ctypes.c_size_t, ctypes.c_uint64, ctypes.c_char_p)
+                            ctypes.c_size_t, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_int)
     library.barriers.restype = ctypes.c_char_p
     return library
 

@@ -18,6 +18,9 @@ inline float bits_to_float(uint32 x) {
   return y;
 }
 
+inline float multiply(float a, float b) { return a * b; }
+inline double multiply(double a, double b) { return a * b; }
+
 inline float half_to_float(uint16 x) {
   const uint32 size = x & 0x7FFF, sign = uint32(x & 0x8000) << 16;
   const uint32 bits = float_to_bits(bits_to_float(size << 13) * 0x1p112f);
