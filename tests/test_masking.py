@@ -207,12 +207,15 @@ def test_a_visible_nan_propagates_to_those_who_see_it(backend, array, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [False, True])
-def test_nan_of_one_sequence_reaches_no_other(backend, dtype, causal):
+@pytest.mark.parametrize("seed", range(12))
+def test_nan_of_one_sequence_reaches_no_other(backend, dtype, seed):
     """Scratch memory passes from one sequence to the next: rows that see nothing stay at zero."""
-    q_lens, kv_lens = (94, 20, 94, 94, 7, 94, 94, 0), (122, 122, 50, 0, 122, 61, 3, 90)
-    case = Case("neighbours", Nq=94, Nk=122, d=30, B=8, Hq=2, Hk=1, dtype=dtype, causal=causal,
-                q_lens=q_lens, kv_lens=kv_lens, bias="bhqk")
+    rng = np.random.default_rng(seed)
+    Nq, Nk, d = (int(n) for n in rng.integers(1, (130, 130, 70)))
+    case = Case("neighbours", Nq=Nq, Nk=Nk, d=d, B=6, Hq=2, Hk=1, dtype=dtype, causal=seed % 2 == 1,
+                bias="bhqk" if seed % 3 == 0 else None, seed=seed,
+                q_lens=tuple(map(int, rng.integers(0, Nq + 1, 6))),
+                kv_lens=tuple(map(int, rng.integers(0, Nk + 1, 6))))
     x = inputs(case)
     want = results(backend, x)
     arrays = {name: getattr(x, name).copy() for name in ("q", "k", "v", "dout")}
@@ -220,7 +223,8 @@ def test_nan_of_one_sequence_reaches_no_other(backend, dtype, causal):
         array[::2] = np.nan
     got = results(backend, x._replace(**arrays))
     for name, array in got.items():
-        assert_bit_equal(f"{case.id} {name}", array[1::2], want[name][1::2])
+        if array is not None:
+            assert_bit_equal(f"{case.id} {name}", array[1::2], want[name][1::2])
 
 
 def test_nan_reaches_the_gradients(backend):
