@@ -172,7 +172,9 @@ def test_every_number_of_axes(ndim, launches):
     assert [g.dtype for g in grads] == [x.dtype for x in (q, k, v, bias)]
     struct = launches[-1][3]
     assert tuple(struct["bias"])[1:] == (0, 0, 4, 0, 2)
-    assert tuple(struct["q"])[5 - ndim : 5] == q.strides
+    for name, x in (("q", q), ("dk", k), ("dv", v), ("dbias", bias)):
+        assert tuple(struct[name])[5 - x.ndim : 5] == x.strides, name
+    assert tuple(struct["lse"])[4 - want_lse.ndim : 4] == want_lse.strides
 
 
 def test_given_buffers_are_filled(launches):
