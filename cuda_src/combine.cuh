@@ -9,7 +9,7 @@ template <typename Config>
 struct CombineTraits {
   static constexpr int threads = 32 * Config::warps;
   static constexpr int smem_bytes = 0;
-  static_assert(Config::Br == Config::warps, "combine has a warp a row: Br must be the number of warps");
+  static_assert(Config::Br == Config::warps, "combine has a warp a row: Br must be warps");
 };
 
 // Tasks: Br rows, one per warp. lse = ln sum exp(lse_s); out = sum exp(lse_s - lse) out_s.
@@ -37,7 +37,8 @@ CF_DEVICE void combine(const ForwardParams& p) {
     for (int64 c = lane; c < p.d_v; c += 32) {
       T total = T(0);
       for (int64 s = 0; s < p.splits; ++s) {
-        total += exp(lse_partial[s * rows + row] - m_ref) * out_partial[(s * rows + row) * p.d_v + c];
+        const int64 at = s * rows + row;
+        total += exp(lse_partial[at] - m_ref) * out_partial[at * p.d_v + c];
       }
       store(out + c * p.out.c, p.out.kind, total * inverse);
     }

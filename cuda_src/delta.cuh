@@ -9,7 +9,7 @@ template <typename Config>
 struct DeltaTraits {
   static constexpr int threads = 32 * Config::warps;
   static constexpr int smem_bytes = 0;
-  static_assert(Config::Br == Config::warps, "delta has a warp a row: Br must be the number of warps");
+  static_assert(Config::Br == Config::warps, "delta has a warp a row: Br must be warps");
 };
 
 // Address of a row's delta. The rows of a sequence stand side by side, whatever strides q has.
@@ -25,8 +25,8 @@ CF_DEVICE T warp_sum(T x) {
   return x;
 }
 
-// Tasks: Br rows, one per warp. dO is rounded as in the products: that shifts all dP of a row alike,
-// and cancels in dP - delta only if delta is made of the same numbers.
+// Tasks: Br rows, one per warp. dO is rounded as in the products: that shifts all dP of a row
+// alike, and cancels in dP - delta only if delta is made of the same numbers.
 template <typename Config>
 CF_DEVICE void delta(const BackwardParams& p) {
   using T = accumulator<typename Config::element>;

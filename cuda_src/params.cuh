@@ -31,7 +31,7 @@ struct Params {
   int64 batch, heads_q, heads_k, group, Nq, Nk, d, d_v;
   int64 aligned, q_offset;           // aligned: the offset is kv_len - q_len, q_offset is not read
   int64 left, right;                 // keys that a query sees before and after its own position
-  int64 vector_bytes;                // a load of so many bytes is aligned in all rows, and divides them
+  int64 vector_bytes;                // loads of so many bytes are aligned in all rows and fill them
   int64 tasks;                       // of this launch; CTAs walk them in steps of the grid
   double scale, softcap, lazy;       // softcap 0: none
 };

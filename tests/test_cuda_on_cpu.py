@@ -52,7 +52,7 @@ def wide(x):
 
 
 def without_window(x):
-    """The options with a mask in the window's place, which leaves the first key tile where it is."""
+    """The options with a mask in the window's place: the CPU's key tiles then start at 0."""
     options = dict(x.options)
     left, right = options.pop("window", None) or (None, None)
     if left is None and right is None:

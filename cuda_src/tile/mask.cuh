@@ -56,7 +56,8 @@ CF_DEVICE int64 offset_of(const Params& p, int64 q_len, int64 kv_len) {
 }
 
 // The rows row0 ... row0 + height of the heads head0 ... head0 + group.
-CF_DEVICE Rows open_rows(const Params& p, int64 b, int64 head0, int64 group, int64 row0, int height) {
+CF_DEVICE Rows open_rows(const Params& p, int64 b, int64 head0, int64 group, int64 row0,
+                         int height) {
   const int64 q_len = length(p.q_lens, b, p.Nq), kv_len = length(p.kv_lens, b, p.Nk);
   const int64 rows = max(min(group * q_len - row0, int64(height)), int64(0));
   return {b, head0, row0, int(rows), offset_of(p, q_len, kv_len), kv_len, PackedRows(row0, group)};

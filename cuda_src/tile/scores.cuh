@@ -1,4 +1,5 @@
-// From q.k to the score S that enters the softmax: scale, softcap, ALiBi, bias, masks, in this order.
+// From q.k to the score S that enters the softmax: scale, softcap, ALiBi, bias, masks, in this
+// order.
 #pragma once
 
 #include "mask.cuh"

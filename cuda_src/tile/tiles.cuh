@@ -66,6 +66,11 @@ struct alignas(8) HalfChunk {
   uint32 word[2];
 };
 
+// The i-th 16-bit element of a chunk that holds 0 there.
+CF_DEVICE void set_element(Chunk& chunk, int i, uint16 bits) {
+  chunk.word[i / 2] |= uint32(bits) << 16 * (i % 2);
+}
+
 // The first `bytes` of a chunk, loaded in pieces of `vector_bytes`; zeros beyond.
 CF_DEVICE Chunk load_chunk(uint64 address, int bytes, int vector_bytes) {
   Chunk chunk = {};
@@ -88,7 +93,7 @@ CF_DEVICE Chunk load_chunk(uint64 address, int bytes, int vector_bytes) {
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      if (2 * i < bytes) chunk.word[i / 2] |= uint32(at<const uint16>(address + 2 * i)) << 16 * (i % 2);
+      if (2 * i < bytes) set_element(chunk, i, at<const uint16>(address + 2 * i));
     }
   }
   return chunk;
@@ -101,7 +106,7 @@ CF_DEVICE Chunk load_narrowed(uint64 address, int elements) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     if (i < elements) {
-      chunk.word[i / 2] |= uint32(narrow<T>(at<const float>(address + 4 * i)).bits) << 16 * (i % 2);
+      set_element(chunk, i, narrow<T>(at<const float>(address + 4 * i)).bits);
     }
   }
   return chunk;
@@ -109,7 +114,8 @@ CF_DEVICE Chunk load_narrowed(uint64 address, int elements) {
 
 // The elements column0 ... column0 + 16 bytes of one row, as operands of a product.
 template <typename Config>
-CF_DEVICE Chunk load_operands(const Tensor& t, uint64 row, int column0, int columns, int vector_bytes) {
+CF_DEVICE Chunk load_operands(const Tensor& t, uint64 row, int column0, int columns,
+                              int vector_bytes) {
   using T = typename Config::element;
   constexpr int size = sizeof(T);
   Chunk chunk;
@@ -133,9 +139,9 @@ CF_DEVICE bool kept(const T* skip, int r) {
   return skip == nullptr || skip[r] != inf<T>();
 }
 
-// tile[r, c] = packed row `row0 + r`, column c, of the heads that start at `base`. Rows before `begin`
-// and from `count` on and columns from `columns` on are zero, whatever memory holds there: 0 * NaN
-// would be NaN.
+// tile[r, c] = packed row `row0 + r`, column c, of the heads that start at `base`. Rows before
+// `begin` and from `count` on, and columns from `columns` on, are zero, whatever memory holds:
+// 0 * NaN would be NaN.
 template <typename Config, int height, int width>
 CF_DEVICE void load_tile(typename Config::element* tile, const Tensor& t, uint64 base, int64 row0,
                          int begin, int count, int columns, int64 group, int64 vector_bytes,

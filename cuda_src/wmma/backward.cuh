@@ -20,7 +20,8 @@ struct BackwardDqTraits : GradientTraits<Config, Keeps::dS> {
 // Keys that nobody sees may hold NaN: their P and dS are 0 by selection, and K and V are only read
 // for those two here.
 template <typename Config>
-CF_DEVICE void backward_keys(const BackwardParams& p, const GradientTiles<Config, Keeps::P_and_dS>& t,
+CF_DEVICE void backward_keys(const BackwardParams& p,
+                             const GradientTiles<Config, Keeps::P_and_dS>& t,
                              const Where<Config>& where, int64 b, int64 head_k, int64 key0) {
   using T = accumulator<typename Config::element>;
   constexpr int Br = Config::Br, Bc = Config::Bc, d = Config::d, d_v = Config::d_v;
@@ -29,7 +30,8 @@ CF_DEVICE void backward_keys(const BackwardParams& p, const GradientTiles<Config
   Accumulators<Config, Bc, d> dk;
   Accumulators<Config, Bc, d_v> dv;
   const int64 q_len = length(p.q_lens, b, p.Nq), kv_len = length(p.kv_lens, b, p.Nk);
-  const Range queries = visible_queries(p, key0, key0 + keys, q_len, kv_len, offset_of(p, q_len, kv_len));
+  const int64 offset = offset_of(p, q_len, kv_len);
+  const Range queries = visible_queries(p, key0, key0 + keys, q_len, kv_len, offset);
   // From a whole tile on: the sums are then the same whether a mask or a range hides keys.
   for (int64 row0 = queries.first * p.group / Br * Br; row0 < queries.end * p.group; row0 += Br) {
     const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Br);
@@ -60,7 +62,8 @@ CF_DEVICE void backward_dkdv(const BackwardParams& p) {
   const int64 tiles = ceil_div(p.Nk, int64(Config::Bc));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
     const int64 tile = task % tiles, sequence = task / tiles;   // the longest causal keys first
-    backward_keys<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k, tile * Config::Bc);
+    backward_keys<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k,
+                          tile * Config::Bc);
   }
 }
 
@@ -85,7 +88,7 @@ CF_DEVICE void backward_rows(const BackwardParams& p, const GradientTiles<Config
     multiply_scores(t);
     __syncthreads();                                    // S and dP are there
     gradient_tile(t, p, rows, key0);
-    __syncthreads();                                    // S, which tells the hidden keys, and dS are there
+    __syncthreads();                                    // dS, and S to see hidden keys, are there
     if (hides_keys<Config>(p)) {
       find_seen_keys<Config>(seen, t.S, rows.rows, keys);
       __syncthreads();                                  // seen is there
@@ -111,8 +114,10 @@ CF_DEVICE void backward_dq(const BackwardParams& p) {
   const Where<Config> where = find_where<Config>(t.S);
   const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
-    const int64 tile = tiles - 1 - task % tiles, sequence = task / tiles;   // longest causal rows first
-    backward_rows<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k, tile * Config::Br);
+    const int64 tile = tiles - 1 - task % tiles;        // the longest causal rows first
+    const int64 sequence = task / tiles;
+    backward_rows<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k,
+                          tile * Config::Br);
     __syncthreads();                                    // the memory is free for the next task
   }
 }

@@ -23,7 +23,8 @@ struct DbiasTiles : GradientTiles<Config, Keeps::none> {
   using A = accumulator<typename Config::element>;
   A* sums;
 
-  CF_DEVICE explicit DbiasTiles(unsigned char* memory) : GradientTiles<Config, Keeps::none>(memory) {
+  CF_DEVICE explicit DbiasTiles(unsigned char* memory)
+      : GradientTiles<Config, Keeps::none>(memory) {
     sums = reinterpret_cast<A*>(this->rest);
   }
 };
@@ -82,7 +83,8 @@ template <typename Config>
 CF_DEVICE void store_sums(const BackwardParams& p, const DbiasTiles<Config>& t, int64 b, int64 head,
                           int64 row0, int64 key0) {
   using A = accumulator<typename Config::element>;
-  const int folded_rows = p.Nbias_q == 1 ? Config::Br : 1, folded_keys = p.Nbias_k == 1 ? Config::Bc : 1;
+  const int folded_rows = p.Nbias_q == 1 ? Config::Br : 1;
+  const int folded_keys = p.Nbias_k == 1 ? Config::Bc : 1;
   const int rows = int(min(p.Nbias_q - row0, int64(Config::Br)));
   const int keys = int(min(p.Nbias_k - key0, int64(Config::Bc)));
   const uint64 base = p.dbias.address + b * p.dbias.b + head * p.dbias.h;

@@ -44,7 +44,9 @@ struct ForwardTiles {
     V = carver.take<T>(tile_bytes<T>(Config::Bc, Config::d_v));
     S = carver.take<A>(tile_bytes<A>(Config::Br, Config::Bc));
     P = reinterpret_cast<T*>(S);
-    if constexpr (ForwardTraits<Config>::own_P) P = carver.take<T>(tile_bytes<T>(Config::Br, Config::Bc));
+    if constexpr (ForwardTraits<Config>::own_P) {
+      P = carver.take<T>(tile_bytes<T>(Config::Br, Config::Bc));
+    }
     alpha = carver.take<A>(Config::Br * int(sizeof(A)));
     ranges = carver.take<KeyRange>(Config::Br * int(sizeof(KeyRange)));
     seen = carver.take<int>(Config::Bc * int(sizeof(int)));
@@ -53,12 +55,12 @@ struct ForwardTiles {
 
 // S: q.k -> scores, for the keys key0 ... of this tile.
 template <typename Config>
-CF_DEVICE void score_tile(const ForwardTiles<Config>& t, const Params& p, const Rows& rows, int64 key0,
-                          int64 last) {
+CF_DEVICE void score_tile(const ForwardTiles<Config>& t, const Params& p, const Rows& rows,
+                          int64 key0, int64 last) {
   using T = accumulator<typename Config::element>;
   for (int r = Own<Config>::row(); r < Config::Br; r += Own<Config>::row_step) {
     ScoreRow<T> row = open_score_row<Config, T>(p, rows, r, t.ranges[r]);
-    row.end = min(row.end, int(last));                  // the keys from there on are another split's
+    row.end = min(row.end, int(last));                  // from there on keys are another split's
     T* line = t.S + r * pitch<T>(Config::Bc);
     for (int j = Own<Config>::column(); j < Config::Bc; j += Own<Config>::lanes) {
       T slope;
@@ -83,8 +85,8 @@ CF_DEVICE void softmax_tile(const ForwardTiles<Config>& t, Statistics<Config>& s
 
 // out or, of one split, out_partial; lse likewise.
 template <typename T>
-CF_DEVICE Tensor result_of(const ForwardParams& p, const Tensor& whole, uint64 partial, int64 columns,
-                           int64 split) {
+CF_DEVICE Tensor result_of(const ForwardParams& p, const Tensor& whole, uint64 partial,
+                           int64 columns, int64 split) {
   if (p.splits == 1) return whole;
   const int64 row = columns * int64(sizeof(T)), head = row * p.Nq, batch = head * p.heads_q;
   return {partial + split * p.batch * batch, batch, head, row, sizeof(T),
@@ -109,7 +111,8 @@ CF_DEVICE void finish_rows(const ForwardTiles<Config>& t, const Rows& rows,
 // The packed rows row0 ... row0 + Br of one key head, over the keys of one split.
 template <typename Config>
 CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& t,
-                            const Where<Config>& where, int64 b, int64 head_k, int64 row0, int64 split) {
+                            const Where<Config>& where, int64 b, int64 head_k, int64 row0,
+                            int64 split) {
   using T = accumulator<typename Config::element>;
   const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Config::Br);
   load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q),

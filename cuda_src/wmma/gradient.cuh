@@ -1,4 +1,4 @@
-// What the kernels of the backward pass share: their tiles, the state of rows, the gradient of scores.
+// What the kernels of the backward pass share: tiles, the state of rows, the gradient of scores.
 //
 // Dao et al., "FlashAttention" (2022), algorithm 4, cut in two: one kernel owns keys and walks the
 // queries, the other owns queries and walks the keys. Both compute the scores again, so that every
@@ -21,8 +21,9 @@ struct GradientTraits {
   static constexpr int side = ptx::Wmma<T>::side;
   static constexpr int threads = 32 * Config::warps;
   static constexpr bool own = sizeof(T) < sizeof(A);   // otherwise they take the place of S and dP
-  static constexpr int P_bytes = own && keeps == Keeps::P_and_dS ? tile_bytes<T>(Config::Br, Config::Bc) : 0;
-  static constexpr int dS_bytes = own && keeps != Keeps::none ? tile_bytes<T>(Config::Br, Config::Bc) : 0;
+  static constexpr int narrow_bytes = own ? tile_bytes<T>(Config::Br, Config::Bc) : 0;
+  static constexpr int P_bytes = keeps == Keeps::P_and_dS ? narrow_bytes : 0;
+  static constexpr int dS_bytes = keeps != Keeps::none ? narrow_bytes : 0;
   static constexpr int common_bytes =
       tile_bytes<T>(Config::Br, Config::d) + tile_bytes<T>(Config::Br, Config::d_v)
       + tile_bytes<T>(Config::Bc, Config::d) + tile_bytes<T>(Config::Bc, Config::d_v)
@@ -90,10 +91,10 @@ template <typename Config, Keeps keeps>
 CF_DEVICE void load_rows(const GradientTiles<Config, keeps>& t, const BackwardParams& p,
                          const Rows& rows) {
   const int64 group = rows.packed.group;
-  load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q), rows.row0, 0, rows.rows, int(p.d),
-                                           group, p.vector_bytes, t.lse);
-  load_tile<Config, Config::Br, Config::d_v>(t.dO, p.dout, rows.base(p.dout), rows.row0, 0, rows.rows,
-                                             int(p.d_v), group, p.vector_bytes, t.lse);
+  load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q), rows.row0, 0, rows.rows,
+                                           int(p.d), group, p.vector_bytes, t.lse);
+  load_tile<Config, Config::Br, Config::d_v>(t.dO, p.dout, rows.base(p.dout), rows.row0, 0,
+                                             rows.rows, int(p.d_v), group, p.vector_bytes, t.lse);
 }
 
 // K and V of one key tile: keys from `begin` on, `keys` in all.
@@ -117,8 +118,8 @@ CF_DEVICE void multiply_scores(const GradientTiles<Config, keeps>& t) {
                                                              transposed<Config::d_v>(t.V));
 }
 
-// From the products S and dP to P and dS, rounded for the next products. A kernel that does not keep
-// P keeps the scores in S, from which it sees the hidden keys.
+// From the products S and dP to P and dS, rounded for the next products. A kernel that does not
+// keep P keeps the scores in S, from which it sees the hidden keys.
 template <typename Config, Keeps keeps>
 CF_DEVICE void gradient_tile(const GradientTiles<Config, keeps>& t, const BackwardParams& p,
                              const Rows& rows, int64 key0) {
@@ -129,8 +130,8 @@ CF_DEVICE void gradient_tile(const GradientTiles<Config, keeps>& t, const Backwa
     const A lse = t.lse[r], delta = t.delta[r];
     const int wide = r * pitch<A>(Config::Bc), narrow = r * pitch<T>(Config::Bc);
     for (int j = Own<Config>::column(); j < Config::Bc; j += Own<Config>::lanes) {
-      const Gradient<A> g = softmax_backward<Config>(p, row, t.S[wide + j], t.dP[wide + j], lse, delta,
-                                                     int(key0) + j);
+      const Gradient<A> g = softmax_backward<Config>(p, row, t.S[wide + j], t.dP[wide + j], lse,
+                                                     delta, int(key0) + j);
       if constexpr (keeps == Keeps::P_and_dS) {
         t.P[narrow + j] = to_operand<Config>(g.P);
       } else {

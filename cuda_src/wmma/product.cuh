@@ -54,7 +54,8 @@ template <typename Config>
 struct Where {
   using T = accumulator<typename Config::element>;
   static constexpr int side = Wmma<Config>::side;
-  int index[sizeof(typename Wmma<Config>::C) / sizeof(T)];
+  static constexpr int sums = int(sizeof(typename Wmma<Config>::C) / sizeof(T));
+  int index[sums];
 
   CF_DEVICE int row(int e) const { return index[e] / side; }
   CF_DEVICE int column(int e) const { return index[e] % side; }
@@ -72,7 +73,7 @@ CF_DEVICE Where<Config> find_where(accumulator<typename Config::element>* scratc
   Wmma<Config>::load_c(numbers, scratch, side);
   Where<Config> where;
 #pragma unroll
-  for (int e = 0; e < Accumulators<Config, side, side>::sums; ++e) where.index[e] = int(numbers.x[e]);
+  for (int e = 0; e < where.sums; ++e) where.index[e] = int(numbers.x[e]);
   return where;
 }
 
@@ -178,7 +179,8 @@ CF_DEVICE void multiply(Accumulators<Config, M, N>& acc, OperandA A, OperandB B)
 }
 
 // tile [M, N] = A B.
-template <int depth, int M, int N, typename Config, typename T, typename OperandA, typename OperandB>
+template <int depth, int M, int N, typename Config, typename T, typename OperandA,
+          typename OperandB>
 CF_DEVICE void multiply_into(T* tile, OperandA A, OperandB B) {
   using Acc = Accumulators<Config, M, N>;
   Acc product;
@@ -196,7 +198,8 @@ CF_DEVICE void multiply_into(T* tile, OperandA A, OperandB B) {
 
 // acc = diag(alpha) acc.
 template <typename Config, int M, int N, typename T>
-CF_DEVICE void scale_rows(Accumulators<Config, M, N>& acc, const Where<Config>& where, const T* alpha) {
+CF_DEVICE void scale_rows(Accumulators<Config, M, N>& acc, const Where<Config>& where,
+                          const T* alpha) {
   using Acc = Accumulators<Config, M, N>;
 #pragma unroll
   for (int i = 0; i < Acc::rows; ++i) {

@@ -15,9 +15,9 @@ struct Uniform {
 // t[row r] = factor[r] * acc[r] for r < count, 0 where the factor is 0: an accumulator that the row
 // did not fill may hold a NaN of its neighbours. base: the first row of the first head.
 template <typename Config, int M, int N, typename Factor>
-CF_DEVICE void store_rows(const Tensor& t, uint64 base, const PackedRows& rows, int count, int columns,
-                          const Accumulators<Config, M, N>& acc, const Where<Config>& where,
-                          const Factor& factor) {
+CF_DEVICE void store_rows(const Tensor& t, uint64 base, const PackedRows& rows, int count,
+                          int columns, const Accumulators<Config, M, N>& acc,
+                          const Where<Config>& where, const Factor& factor) {
   using T = accumulator<typename Config::element>;
   using Acc = Accumulators<Config, M, N>;
 #pragma unroll

@@ -152,8 +152,8 @@ inline void resume(Fiber& fiber) {
   setcontext(&fiber.start);
 }
 
-// One of the fibers that can go on. For a while most come from one warp, so that warps get far ahead
-// of each other: drawn evenly they would keep step.
+// One of the fibers that can go on. For a while most come from one warp, so that warps get far
+// ahead of each other: drawn evenly they would keep step.
 inline unsigned pick_fiber(Block& b) {
   if (draw(64) == 0) b.favourite = draw(b.threads / WARP);
   unsigned pick = draw(unsigned(b.ready.size()));
@@ -186,8 +186,8 @@ inline sigjmp_buf crash;
 inline void on_crash(int) { siglongjmp(crash, 1); }
 
 // Runs the kernel over a grid of blocks; returns 0, 1 after a deadlock, 2 after a wild address.
-inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads, size_t shared_bytes,
-                  uint64_t seed, const char* skip, int fill,
+inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads,
+                  size_t shared_bytes, uint64_t seed, const char* skip, int fill,
                   std::set<std::string>& seen) {
   Block b;
   b.grid = grid;

@@ -47,18 +47,18 @@ def build_folder():
 
 
 @cache
-def build(entry, config, smem_bytes, flags=("-O1",), folder=None):
+def build(entry, config, smem_bytes, flags):
     """Start to compile a unit; returns a future of the path of its library."""
     name, text = unit(entry, replace(config, lazy=0.0), smem_bytes)
-    key = hashlib.sha256(repr((text, flags, folder)).encode()).hexdigest()[:8]
-    return _jobs.submit(_compile, f"{name}_{key}", name, text, entry, flags, folder)
+    key = hashlib.sha256(repr((text, flags)).encode()).hexdigest()[:8]
+    return _jobs.submit(_compile, f"{name}_{key}", name, text, entry, flags)
 
 
-def _compile(stem, name, text, entry, flags, folder):
-    """One run of the compiler. folder: of the CUDA sources."""
+def _compile(stem, name, text, entry, flags):
+    """One run of the compiler."""
     library, code = (build_folder() / f"{stem}{suffix}" for suffix in (".so", ".cu"))
     code.write_text(text)
-    command = [COMPILER, *FLAGS, *flags, f"-I{HERE}", f"-I{folder or source.folder()}",
+    command = [COMPILER, *FLAGS, *flags, f"-I{HERE}", f"-I{source.folder()}",
                '-DCF_PTX_TWIN="ptx_twin.h"', f'-DCF_UNIT="{code}"', f"-DCF_ENTRY={name}",
                f"-DCF_PARAMS=cf::{ENTRIES[entry][1]}", str(HERE / "driver.cpp"), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -1,8 +1,8 @@
 // What cuda_src/ptx.cuh does with instructions, in C++ on fibers.
 //
-// A fragment's elements lie in other lanes than on any GPU: CUDA leaves that open, and a kernel that
-// took a layout for granted fails here. A product waits for the whole warp once; loads and stores do
-// not wait at all, so that a barrier missing between the two is noticed.
+// A fragment's elements lie in other lanes than on any GPU: CUDA leaves that open, and a kernel
+// that took a layout for granted fails here. A product waits for the whole warp once; loads and
+// stores do not wait at all, so that a barrier missing between the two is noticed.
 #pragma once
 
 namespace cf::ptx {
@@ -68,11 +68,13 @@ struct WmmaTwin {
 
   template <Layout layout>
   static void load_a(A& a, const T* p, int pitch) {
-    load(a.x, TURN_A, depth, p, layout == Layout::row ? pitch : 1, layout == Layout::row ? 1 : pitch);
+    constexpr bool row = layout == Layout::row;
+    load(a.x, TURN_A, depth, p, row ? pitch : 1, row ? 1 : pitch);
   }
   template <Layout layout>
   static void load_b(B& b, const T* p, int pitch) {
-    load(b.x, TURN_B, side, p, layout == Layout::row ? pitch : 1, layout == Layout::row ? 1 : pitch);
+    constexpr bool row = layout == Layout::row;
+    load(b.x, TURN_B, side, p, row ? pitch : 1, row ? 1 : pitch);
   }
   static void load(Word* x, int turn, int columns, const T* p, int row_step, int column_step) {
     T mine[operands];
