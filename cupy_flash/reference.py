@@ -45,10 +45,16 @@ def baseline(q, k, v, *, precision=None, **options):
     return f.out.reshape(*q.shape[:-1], v.shape[-1]), f.lse.reshape(q.shape[:-1])
 
 
-def baseline_backward(dout, q, k, v, *, dlse=None, precision=None, **options):
-    """Return `(dq, dk, dv, dbias)` of a plain program in the dtype of `q`."""
+def baseline_backward(dout, q, k, v, *, dlse=None, precision=None, out_dtype=None, **options):
+    """Return `(dq, dk, dv, dbias)` of a plain program in the dtype of `q`.
+
+    out_dtype: type in which the program kept `out`, and so delta, between the passes; None is the
+    accumulators' type.
+    """
     rounded = _rounding(q.dtype, precision)
     f = _forward(q, k, v, _accumulator(q.dtype), rounded, **options)
+    if out_dtype is not None:
+        f = f._replace(out=f.out.astype(out_dtype).astype(f.out.dtype))
     with np.errstate(invalid="ignore"):
         P = np.where(np.isneginf(f.S), 0, np.exp(f.S - f.lse[..., None]))
     return _backward(f, P, dout, dlse, q, k, v, options.get("bias"), rounded)

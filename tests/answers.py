@@ -27,11 +27,11 @@ def answers(case):
     return answers_to(inputs(case))
 
 
-def answers_to(x):
+def answers_to(x, out_dtype=None):
     """Return the reference's and the baseline's `Answer` to the `Inputs` `x`.
 
     The reference works in long double for float64 arrays: its own rounding would otherwise be
-    as large as what it is to judge.
+    as large as what it is to judge. out_dtype: see `reference.baseline_backward`.
     """
     options = {name: value for name, value in x.options.items() if name != "precision"}
     precision = x.options.get("precision")
@@ -44,7 +44,7 @@ def answers_to(x):
     plain = (
         *reference.baseline(x.q, x.k, x.v, precision=precision, **options),
         *reference.baseline_backward(x.dout, x.q, x.k, x.v, dlse=x.dlse, precision=precision,
-                                     **options),
+                                     out_dtype=out_dtype, **options),
     )
     return Answer(*want), Answer(*plain)
 
