@@ -9,7 +9,6 @@ from numerics import assert_as_accurate_as_baseline
 
 from cupy_flash import reference
 
-
 FEW_ROWS = 32
 ROUNDING_OF_P = {"float16": 2.0**-12, "bfloat16": 2.0**-9, "tf32": 2.0**-12}
 
