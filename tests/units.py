@@ -105,11 +105,11 @@ def measure_all(units):
 
 
 def main():
-    """Write the table."""
-    units, table = sample(), {}
-    if "--all" in sys.argv:
-        units = [one for arch in SMEM for one in all_units(arch).values()]
-    units = list({one.key: one for one in units}.values())
+    """Write the table; rows that are not measured keep what they had."""
+    known = {one.key: one for arch in SMEM for one in all_units(arch).values()}
+    units = list(known.values()) if "--all" in sys.argv else sample()
+    before = json.loads(TABLE.read_text())["units"] if TABLE.exists() else {}
+    table = {key: found for key, found in before.items() if key in known}
     for i, (key, found) in enumerate(measure_all(units)):
         if isinstance(found, str):
             raise SystemExit(f"{key} does not compile:\n{found}")
