@@ -113,7 +113,7 @@ def test_a_struct_is_a_call_s_own(launches):
     x, y = (fake(np.zeros((2, 3, 5, 16), np.float16)) for _ in "xy")
     cf.attention(x, x, x)
     (template,) = launch._templates.values()
-    problem, operands = bind_forward(x, x, x, Options())
+    _, operands = bind_forward(x, x, x, Options())
     operands = operands._replace(out=x, lse=x)
     one = template.fill(operands, {})
     before = one.copy()
