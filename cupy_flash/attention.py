@@ -29,13 +29,13 @@ class Gradients(NamedTuple):
     dbias: Any = None
 
 
-def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, mask=None, bias=None,
-              softcap=None, alibi_slopes=None, q_lens=None, kv_lens=None, precision=None,
-              return_lse=False, out=None, out_dtype=None):
+def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, mask=None,
+              bias=None, softcap=None, alibi_slopes=None, q_lens=None, kv_lens=None,
+              precision=None, return_lse=False, out=None, out_dtype=None):
     """Exact attention, ``softmax(scale * q @ k.T + ...) @ v``, without the Nq x Nk matrix.
 
-    The sequence axis is the last but one, always: ``(N, d)``, ``(H, N, d)`` or ``(B, H, N, d)``, the
-    same number of axes in q, k and v. Pass a ``(B, N, H, d)`` array as ``x.swapaxes(1, 2)``.
+    The sequence axis is the last but one, always: ``(N, d)``, ``(H, N, d)`` or ``(B, H, N, d)``,
+    the same number of axes in q, k and v. Pass a ``(B, N, H, d)`` array as ``x.swapaxes(1, 2)``.
 
     Parameters
     ----------
@@ -77,8 +77,8 @@ def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, 
         True lengths inside the padded arrays. What lies behind them changes nothing; result rows
         behind `q_lens` are 0 with lse -inf.
     precision : {"tf32x3", "tf32"}, optional
-        float32 inputs only: "tf32x3" (default) is as exact as float32; "tf32" rounds q, k, v and the
-        probabilities to TF32, an error of about 1e-3.
+        float32 inputs only: "tf32x3" (default) is as exact as float32; "tf32" rounds q, k, v and
+        the probabilities to TF32, an error of about 1e-3.
     return_lse : bool
         Also return the log-sum-exp of the scores.
     out : ndarray (..., Nq, d_v), optional
