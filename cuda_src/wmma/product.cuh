@@ -17,13 +17,17 @@ CF_HOST_DEVICE constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % 
 template <typename Config>
 using Wmma = ptx::Wmma<typename Config::element>;
 
-// Depth after which a sum moves from the fragment to a total; 0: never. Tensor cores drop bits of
-// float32 sums, all to one side: at N = 16384 a running sum over mean-1 values is no better than
+// Depth after which every sum moves from the fragment to a total; 0: never. Tensor cores drop bits
+// of float32 sums, all to one side: at N = 16384 a running sum over mean-1 values is no better than
 // plain TF32. In float64 a chain over d = 256 has five times the rounding error of a BLAS product.
 template <typename Config>
 CF_HOST_DEVICE constexpr int chain_depth() {
   return sizeof(typename Config::element) == 8 || Config::precision == 2 ? 32 : 0;
 }
+
+// The same of scores, in the narrow types: their rounding hides the lost bits in other sums, but an
+// error of a score is one of lse too.
+constexpr int SCORE_DEPTH = 64;
 
 // A matrix [M, N] in fragments. Warps stand in a grid over the fragments, as many of them below
 // each other as divide its rows.
@@ -138,29 +142,29 @@ CF_DEVICE void add_chain(typename Wmma<Config>::C& c, OperandA A, OperandB B, in
   for (int e = 0; e < int(sizeof(c.x) / sizeof(c.x[0])); ++e) c.x[e] += large.x[e] + small.x[e];
 }
 
-// acc += A B, with A [M, depth] and B [depth, N].
-template <int depth, typename Config, int M, int N, typename OperandA, typename OperandB>
-CF_DEVICE void multiply(Accumulators<Config, M, N>& acc, OperandA A, OperandB B) {
+// acc += A B over the depths k0 ... k_end, with A [M, ...] and B [..., N].
+template <typename Config, int M, int N, typename OperandA, typename OperandB>
+CF_DEVICE void add_product(Accumulators<Config, M, N>& acc, OperandA A, OperandB B, int k0,
+                           int k_end) {
   using W = Wmma<Config>;
   using Acc = Accumulators<Config, M, N>;
   constexpr Layout la = OperandA::layout, lb = OperandB::layout;
-  static_assert(depth % W::depth == 0, "the depth of a product must be whole fragments");
   constexpr int chain = chain_depth<Config>();
   if constexpr (chain > 0) {
 #pragma unroll 1
-    for (int k = 0; k < depth; k += chain) {
+    for (int k = k0; k < k_end; k += chain) {
 #pragma unroll
       for (int j = 0; j < Acc::columns; ++j) {
         if (!acc.owns(j)) continue;
 #pragma unroll
         for (int i = 0; i < Acc::rows; ++i) {
-          add_chain<Config>(acc.x[i][j], A, B, acc.row(i), acc.column(j), k, min(k + chain, depth));
+          add_chain<Config>(acc.x[i][j], A, B, acc.row(i), acc.column(j), k, min(k + chain, k_end));
         }
       }
     }
   } else {
 #pragma unroll 1
-    for (int k = 0; k < depth; k += W::depth) {
+    for (int k = k0; k < k_end; k += W::depth) {
       typename W::A a[Acc::rows];
 #pragma unroll
       for (int i = 0; i < Acc::rows; ++i) {
@@ -178,13 +182,43 @@ CF_DEVICE void multiply(Accumulators<Config, M, N>& acc, OperandA A, OperandB B)
   }
 }
 
+// acc += piece, by ordinary sums.
+template <typename Config, int M, int N>
+CF_DEVICE void add(Accumulators<Config, M, N>& acc, const Accumulators<Config, M, N>& piece) {
+  using Acc = Accumulators<Config, M, N>;
+#pragma unroll
+  for (int i = 0; i < Acc::rows; ++i) {
+#pragma unroll
+    for (int j = 0; j < Acc::columns; ++j) {
+#pragma unroll
+      for (int e = 0; e < Acc::sums; ++e) acc.x[i][j].x[e] += piece.x[i][j].x[e];
+    }
+  }
+}
+
+// acc += A B, with A [M, depth] and B [depth, N].
+template <int depth, typename Config, int M, int N, typename OperandA, typename OperandB>
+CF_DEVICE void multiply(Accumulators<Config, M, N>& acc, OperandA A, OperandB B) {
+  static_assert(depth % Wmma<Config>::depth == 0, "a product's depth must be whole fragments");
+  add_product(acc, A, B, 0, depth);
+}
+
 // tile [M, N] = A B.
 template <int depth, int M, int N, typename Config, typename T, typename OperandA,
           typename OperandB>
 CF_DEVICE void multiply_into(T* tile, OperandA A, OperandB B) {
   using Acc = Accumulators<Config, M, N>;
   Acc product;
-  multiply<depth>(product, A, B);
+  if constexpr (chain_depth<Config>() > 0 || depth <= SCORE_DEPTH) {
+    multiply<depth>(product, A, B);
+  } else {
+#pragma unroll 1
+    for (int k = 0; k < depth; k += SCORE_DEPTH) {
+      Acc piece;
+      add_product(piece, A, B, k, min(k + SCORE_DEPTH, depth));
+      add(product, piece);
+    }
+  }
 #pragma unroll
   for (int j = 0; j < Acc::columns; ++j) {
     if (!product.owns(j)) continue;
