@@ -29,9 +29,12 @@ class Backend:
 
     def move(self, inputs):
         """The `Inputs` with every array on this backend."""
-        options = {name: self.asarray(value) if isinstance(value, np.ndarray) else value
-                   for name, value in inputs.options.items()}
-        return Inputs(*(self.asarray(x) for x in inputs[:-1]), options)
+        return Inputs(*(self.asarray(x) for x in inputs[:-1]), self.move_options(inputs.options))
+
+    def move_options(self, options):
+        """The options with every array on this backend; numbers stay on the host."""
+        return {name: self.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x
+                for name, x in options.items()}
 
 
 CPU = Backend("cpu", np, np.asarray, np.asarray)
@@ -44,7 +47,13 @@ def backends():
     if GPU_MISSING is None:
         import cupy
 
-        cuda = Backend("cuda", cupy, cupy.asarray, cupy.asnumpy)
+        def asarray(x):
+            """CuPy cannot take in every bfloat16 array of NumPy; it can take in its bits."""
+            if isinstance(x, np.ndarray) and x.dtype.name == "bfloat16":
+                return cupy.asarray(x.view(np.uint16)).view(x.dtype)
+            return cupy.asarray(x)
+
+        cuda = Backend("cuda", cupy, asarray, cupy.asnumpy)
         yield pytest.param(cuda, id="cuda", marks=pytest.mark.gpu)
 
 

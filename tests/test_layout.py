@@ -106,7 +106,8 @@ def test_every_array_in_every_layout(backend, case, dtype, view):
     judge(case.id, want, *answers_to(x), floors(x))
     changes = [(name,) for name in ARRAYS] if dtype in ("float32", "bfloat16") else []
     for changed in (*changes, ARRAYS):
-        if view is unaligned and backend.name == "cuda" and changed != ("mask",):
+        present = [n for n in changed if n in x.options or hasattr(x, n) or n in ("out", "lse")]
+        if view is unaligned and backend.name == "cuda" and present not in ([], ["mask"]):
             with pytest.raises(ValueError, match="no multiple of its"):     # a GPU cannot read it
                 run(backend, x, changed, view)
             continue

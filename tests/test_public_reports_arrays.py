@@ -263,11 +263,14 @@ def test_every_16_bit_number_survives(backend, dtype):
         out = one_key(backend, values, DTYPES[dtype])
         nan = np.isnan(values.astype(np.float32))
         assert (np.isnan(out.astype(np.float32)) == nan).all()
-        zero = columns & 0x7FFF == 0  # the sign of a zero may go: -0 + 0 is 0
+        # The sign of a zero may go: -0 + 0 is 0. A subnormal bfloat16 is a subnormal float32, which
+        # CuPy's compiler flags flush to zero.
+        smallest = 0x80 if (backend.name, dtype) == ("cuda", "bfloat16") else 1
+        zero = columns & 0x7FFF < smallest
         assert (out.view(np.uint16) == columns)[~nan & ~zero].all()
         assert (out[zero] == 0).all()
         wide = one_key(backend, values, DTYPES[dtype], out_dtype=np.float32)
-        np.testing.assert_array_equal(wide, values.astype(np.float32))
+        np.testing.assert_array_equal(wide, np.where(zero, 0, values.astype(np.float32)))
 
 
 def test_results_are_rounded_to_nearest_even(backend):

@@ -17,6 +17,14 @@ INF = np.inf
 ALL = tuple(DTYPES)
 
 
+def assert_one_value(backend, name, got, want):
+    """A single value with weight 1 comes back bit for bit; from TF32 parts within a unit or two."""
+    if backend.name == "cuda" and got.dtype == np.float32:
+        np.testing.assert_allclose(got, want, rtol=2.0**-22, err_msg=name)
+    else:
+        assert_bit_equal(name, got, want)
+
+
 def same_scores(backend, Nq, Nk, d=8, d_v=None, dtype="float32", **options):
     """Forward with q = k = 0 and v = rows of the identity: a row is uniform over what it sees."""
     zeros = np.zeros((Nq, d), DTYPES[dtype]), np.zeros((Nk, d), DTYPES[dtype])
@@ -120,7 +128,7 @@ def test_sequences_of_one_key(backend, dtype):
     g = gradients(backend, x, use_dlse=False)
     last = [(0, 0, 75), (1, 0, 33), (2, 0, 145)]
     for at in last:
-        assert_bit_equal("out", out[at], x.v[at[0], 0, 0])
+        assert_one_value(backend, "out", out[at], x.v[at[0], 0, 0])
         assert np.isfinite(lse[at])
         out[at], lse[at] = 0, -INF
     assert (out == 0).all() and (lse == -INF).all()
@@ -298,4 +306,4 @@ def test_one_dominant_key_per_row(backend, dtype):
     # All integers here are exact in every dtype, and so is 2 w j - j^2.
     np.testing.assert_allclose(backend.asnumpy(lse), 60.0 * w**2, rtol=2e-7, atol=0)
     assert np.abs(60.0 * w**2).max() > 3e4
-    assert_bit_equal("out", backend.asnumpy(out), v[winner])
+    assert_one_value(backend, "out", backend.asnumpy(out), v[winner])

@@ -21,13 +21,15 @@ ALL = tuple(DTYPES)
 
 def call(backend, q, k, v, **options):
     """`cf.attention` on plain arrays; results as NumPy."""
-    out, lse = cf.attention(*(backend.asarray(x) for x in (q, k, v)), return_lse=True, **options)
+    q, k, v = (backend.asarray(x) for x in (q, k, v))
+    out, lse = cf.attention(q, k, v, return_lse=True, **backend.move_options(options))
     return backend.asnumpy(out), backend.asnumpy(lse)
 
 
 def call_backward(backend, dout, q, k, v, **options):
     """Forward and backward on plain arrays; gradients as NumPy, float64."""
     dout, q, k, v = (backend.asarray(x) for x in (dout, q, k, v))
+    options = backend.move_options(options)
     out, lse = cf.attention(q, k, v, return_lse=True, **options)
     g = cf.attention_backward(dout, q, k, v, out, lse, **options)
     return {name: None if x is None else backend.asnumpy(x).astype(np.float64)

@@ -121,7 +121,8 @@ def test_rounded_probabilities_are_as_the_plain_program_rounds_them(backend, dty
         g = gradients(backend, x, wide_out=True, grad_dtype=np.float32)
     judge(case.id, {"out": rounded, "lse": lse, **g}, *answers(case))
     want = answers(case)[0].out
-    assert np.abs(rounded - want).max() > 10 * np.abs(exact - want).max()
+    if backend.name == "cpu":               # a GPU always rounds
+        assert np.abs(rounded - want).max() > 10 * np.abs(exact - want).max()
 
 
 def test_tuning_ends_with_its_context(backend):
