@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from itertools import product
 from multiprocessing import get_context
 
 import numpy as np
@@ -95,8 +96,12 @@ def tile_of(case, where):
     return config.Br, config.Bc
 
 
-def apart(kind, got, on_cpu, floor):
-    """Difference of GPU and CPU path in units of what is allowed; floor: see `answers.floors`."""
+def apart(case, got, on_cpu, floor):
+    """Difference of GPU and CPU path in units of what is allowed; floor: see `answers.floors`.
+
+    Each split of the keys has references of its own, so other roundings of P: twice is allowed.
+    """
+    allowed = APART[kind_of(case)] * (2 if case.Nk >= 1024 else 1)
     a, b = got.astype(np.float64), on_cpu.astype(np.float64)
     finite = np.isfinite(b)
     if not np.array_equal(np.isfinite(a), finite):
@@ -105,7 +110,7 @@ def apart(kind, got, on_cpu, floor):
         return 0.0
     a, b = a[finite], b[finite]
     difference, size = (np.sqrt(np.mean(np.square(x))) for x in (a - b, b))
-    return float(difference / (APART[kind] * size + floor)) if difference else 0.0
+    return float(difference / (allowed * size + floor)) if difference else 0.0
 
 
 def compile(options, results):
@@ -142,6 +147,15 @@ def compile_one(unit):
     _load(*unit)
 
 
+def compile_on_cpu(entry, dtype):
+    """Bring a kernel of the CPU path into Numba's cache, by a launch without tasks."""
+    import cupy_flash.backends.cpu as cpu
+    from cupy_flash.backends.cpu.params import BackwardParams, ForwardParams
+
+    struct = ForwardParams if entry in ("forward", "combine") else BackwardParams
+    cpu.KERNELS[entry](np.zeros(1, struct), np.zeros(1 << 16, dtype), np.zeros(1, np.int64))
+
+
 def random(options, results):
     """The drawn problems that are not yet in the file; 1 if any result is wrong."""
     import cupy
@@ -155,8 +169,10 @@ def random(options, results):
     todo = [i for i in range(options.count) if i not in seen]
     say(f"{len(todo)} of {options.count} problems, {units} units")
     where, start, wrong = device.gpu(0), time.perf_counter(), 0
-    expected(options.seed, todo[0] if todo else 0, 64, 64)      # one process fills Numba's cache
     with ProcessPoolExecutor(max(1, options.jobs - 1), get_context("spawn")) as pool:
+        entries = ("forward", "backward", "dbias", "combine", "reduce_chunks")
+        list(pool.map(compile_on_cpu, *zip(*product(entries, ("float32", "float64")), strict=True)))
+        say(f"kernels of the CPU path compiled, {time.perf_counter() - start:.0f} s")
         for first in range(0, len(todo), 100):
             if time.perf_counter() - start > options.seconds:
                 say("the time is used up; run it again to go on")
@@ -183,7 +199,7 @@ def check(seed, index, answers, floor, on_cpu, cupy, results):
     try:
         got = run(inputs(case), wide, cupy.asarray, cupy.asnumpy)
         judge(case.id, got, *answers, floor)
-        ratios = {name: round(apart(kind, a, on_cpu[name], getattr(floor, name)), 4)
+        ratios = {name: round(apart(case, a, on_cpu[name], getattr(floor, name)), 4)
                   for name, a in got.items() if a is not None}
         far = {name: ratio for name, ratio in ratios.items() if ratio > 1}
         if far:

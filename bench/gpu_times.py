@@ -77,7 +77,7 @@ def first_call(dtype, precision, d):
     return 0
 
 
-def overhead(direction, calls=200, rounds=25):
+def overhead(direction, calls=50, rounds=50):
     """Microseconds of the host for a repeated small call, beside bare launches of its kernels."""
     import cupy as cp
     import numpy as np
