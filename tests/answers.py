@@ -70,7 +70,7 @@ def floors(x):
     S = unit * (abs(f.scale) * _largest(abs(f.q) @ abs(f.k).swapaxes(2, 3)) + added)
     dP = _largest(abs(dout) @ abs(f.v).swapaxes(2, 3))
     dA = 2 * unit * dP + (S + unit) * (2 * dP + dlse)
-    if f.P[..., 0].size <= FEW_ROWS:
+    if f.lse.size <= FEW_ROWS:
         # Roundings of a row's P add up in its delta, once per row: a few rows are a few samples.
         rounding = ROUNDING_OF_P.get(x.options.get("precision") or x.q.dtype.name, 0.0)
         dA += rounding * _largest(np.sqrt(np.square(f.P).sum(axis=3))) * dP
