@@ -202,8 +202,10 @@ def test_results_in_the_dtype_of_the_inputs(kind):
 HIDDEN = {
     "lens": {"q_lens": (13, 21), "kv_lens": (30, 5)},
     "lens-causal": {"q_lens": (13, 21), "kv_lens": (30, 5), "causal": True},
-    "window": {"window": (6, 2), "q_offset": 4},
+    "window": {"window": (6, 2), "q_offset": 12},
     "padding": {"mask": "padding"},
+    "padding-softcap": {"mask": "padding", "softcap": 5.0},
+    "rows": {"mask": "per-query"},
     "bias": {"bias": "b11k"},
 }
 
@@ -214,13 +216,15 @@ def test_hidden_values_do_not_matter(kind, how):
     dtype, precision = KINDS[kind]
     x = inputs(Case("hidden", Nq=21, Nk=37, B=2, Hq=2, Hk=1, d=20, d_v=36, dtype=dtype,
                     precision=precision, **HIDDEN[how]))
-    keys, rows = np.zeros((2, 1, 37, 1), bool), np.zeros((2, 1, 21, 1), bool)
+    keys, rows = np.zeros((2, 1, 37, 1), bool), np.zeros((2, 2, 21, 1), bool)
     for b in range(2):
         if "lens" in how:
             keys[b, :, x.options["kv_lens"][b]:] = rows[b, :, x.options["q_lens"][b]:] = True
         elif how == "window":
-            keys[b, :, 4 + 21 + 2:] = True
-        elif how == "padding":
+            keys[b, :, :12 - 6] = keys[b, :, 12 + 21 + 2:] = True
+        elif how == "rows":
+            rows[b] = ~x.options["mask"]
+        elif "padding" in how:
             keys[b, 0, :, 0] = ~x.options["mask"][b, 0, 0]
         else:
             x.options["bias"][b, ..., 5:20] = -np.inf
@@ -258,6 +262,20 @@ def test_the_largest_values_behind_a_mask_of_each_row(kind):
     others = np.arange(x.q.shape[-2]) != 7
     assert_bit_equal("lse", got[1], want[1])
     assert_bit_equal("out", got[0][..., others, :], want[0][..., others, :])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_see_nothing_beside_nan(kind):
+    """A NaN that others of their tile see leaves them at zero."""
+    x = inputs(small(Case("beside", mask="dense", Hq=2, Hk=1), kind))
+    x.options["mask"][...] = True
+    x.options["mask"][..., 5, :] = False
+    x.k[..., 9, :] = x.v[..., 9, :] = np.nan
+    out, lse = Fibers().forward(x.q, x.k, x.v, **x.options)
+    dq = Fibers().backward(x.dout, x.q, x.k, x.v, out, lse, **x.options)[0]
+    assert np.isnan(out[..., 4, :].astype(np.float32)).all() and np.isnan(lse[..., 4]).all()
+    assert (out[..., 5, :] == 0).all() and (lse[..., 5] == -np.inf).all()
+    assert (dq[..., 5, :] == 0).all()
 
 
 @pytest.mark.parametrize("sizes", [
