@@ -78,41 +78,36 @@ def first_call(dtype, precision, d):
 
 
 def overhead(direction, calls=50, rounds=50):
-    """Microseconds of the host for a repeated small call, beside bare launches of its kernels."""
+    """Microseconds of the host for a repeated small call, beside bare launches of its kernels.
+
+    The bare launches are those of the call itself, with their very arguments, without anything
+    around them.
+    """
     import cupy as cp
-    import numpy as np
 
     import cupy_flash as cf
-    from cupy_flash import device
-    from cupy_flash.backends.cuda import compile as compiled
-    from cupy_flash.backends.cuda.params import PARAMS
-    from cupy_flash.backends.cuda.unit import unit
-    from cupy_flash.bind import Options, bind_backward, bind_forward
-    from cupy_flash.plan import make_plan
+    from cupy_flash.backends.cuda import launch
 
     q = cp.zeros((1, 1, 16, 64), cp.float16)       # the GPU must be done before the host
     out, lse = cf.attention(q, q, q, return_lse=True)
-    where = device.gpu(q.device.id)
-    if direction == "forward":
-        problem, _ = bind_forward(q, q, q, Options())
-        def call():
-            return cf.attention(q, q, q)
-    else:
-        problem, _ = bind_backward(q, q, q, q, out, lse, Options())
-        def call():
-            return cf.attention_backward(q, q, q, q, out, lse)
-    struct = np.zeros(1, PARAMS[direction])        # tasks = 0: the kernels return at once
-    plan = make_plan(direction, problem, where)
-    kernels = []
-    for one in plan.launches:
-        name, text = unit(one.entry, one.config, one.smem_bytes)
-        kernel = cp.RawModule(code=text, options=compiled.options()).get_function(name)
-        kernel.max_dynamic_shared_size_bytes = one.smem_bytes
-        kernels.append((kernel, (one.tasks,), (one.threads,), one.smem_bytes))
+    functions = {"forward": lambda: cf.attention(q, q, q),
+                 "backward": lambda: cf.attention_backward(q, q, q, q, out, lse)}
+    call, recorded = functions[direction], []
+    call()
+    original = launch.launches
+
+    def recording(plan):
+        def record(function):
+            return lambda *arguments: (recorded.append((function, arguments)), function(*arguments))
+        return [(record(function), *rest) for function, *rest in original(plan)]
+
+    launch.launches = recording
+    results = call()                               # its arrays live as long as their addresses
+    launch.launches = original
 
     def bare():
-        for kernel, grid, block, shared in kernels:
-            kernel(grid, block, (struct,), shared_mem=shared)
+        for function, arguments in recorded:
+            function(*arguments)
 
     def host(function):
         function()
@@ -125,6 +120,7 @@ def overhead(direction, calls=50, rounds=50):
         return 1e6 * spent / calls
 
     pairs = [(host(call), host(bare)) for _ in range(rounds)]
-    ours, launch = (median(column) for column in zip(*pairs, strict=True))
-    return {"direction": direction, "launches": len(kernels), "call_us": round(ours, 1),
-            "bare_us": round(launch, 1), "more_us": round(ours - launch, 1), "goal_us": 20}
+    ours, launched = (median(column) for column in zip(*pairs, strict=True))
+    del results
+    return {"direction": direction, "launches": len(recorded), "call_us": round(ours, 1),
+            "bare_us": round(launched, 1), "more_us": round(ours - launched, 1), "goal_us": 20}

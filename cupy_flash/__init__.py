@@ -15,5 +15,6 @@ from ._version import __version__
 from .attention import Gradients, attention, attention_backward, attention_vjp, explain
 from .merge import merge
 
-__all__ = ["Gradients", "__version__", "attention", "attention_backward", "attention_vjp", "explain",
-           "merge"]
+__all__ = [
+    "Gradients", "__version__", "attention", "attention_backward", "attention_vjp", "explain", "merge",
+]
