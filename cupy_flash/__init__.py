@@ -16,5 +16,11 @@ from .attention import Gradients, attention, attention_backward, attention_vjp, 
 from .merge import merge
 
 __all__ = [
-    "Gradients", "__version__", "attention", "attention_backward", "attention_vjp", "explain", "merge",
+    "Gradients",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "attention_vjp",
+    "explain",
+    "merge",
 ]
