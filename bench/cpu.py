@@ -102,7 +102,7 @@ def serve(library, pipe):
 
 
 def measure(workers, cell, seconds):
-    """Rounds of both libraries until the time is used up; at least five."""
+    """Rounds of both libraries until the time is used up; at least three."""
     results = {}
     for name, pipe in workers.items():
         pipe.send(("cell", cell))
@@ -121,7 +121,7 @@ def measure(workers, cell, seconds):
 
     repeats = max(1, int(0.02 / min(dict(timed(1)).values())))  # some 20 ms per timing
     taken, start = {name: [] for name in workers}, time.perf_counter()
-    while len(taken["ours"]) < 5 or time.perf_counter() - start < seconds:
+    while len(taken["ours"]) < 3 or time.perf_counter() - start < seconds:
         for name, taken_once in timed(repeats):
             taken[name].append(taken_once)
     return taken, error
