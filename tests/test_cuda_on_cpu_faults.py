@@ -11,7 +11,7 @@ import pytest
 from cases import Case, inputs
 from cuda_on_cpu.harness import COMPILER, HERE, Fibers, KernelError
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 
 SEEDS = range(1, 13)
 # As many barriers as the sources have, by the kernel that reaches them; `find_where` in product.cuh

@@ -6,9 +6,9 @@ tiles may be smaller than any of the planner's table, so that a test is quick.
 
 import ctypes
 import hashlib
-import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +27,8 @@ from cupy_flash.plan import cuda_tiles
 from cupy_flash.plan.cuda import plan_backward, plan_forward
 
 HERE = Path(__file__).parent
-COMPILER = shutil.which("g++") or shutil.which("clang++")
+# None where the fibers cannot run: they need the contexts and the memory map of Linux.
+COMPILER = (shutil.which("g++") or shutil.which("clang++")) if sys.platform == "linux" else None
 # Aliasing: tiles are written as 16-byte chunks and read as elements, which CUDA's compilers allow.
 # Fortified longjmp refuses to jump between stacks.
 FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE",
@@ -35,7 +36,7 @@ FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-U_FOR
 NAN_BYTE = 0xFF
 FAULTS = {1: "its threads wait for each other", 2: "it used memory that is not there",
           3: "params.py and params.cuh differ in size"}
-_jobs = ThreadPoolExecutor(max(1, min(2, len(os.sched_getaffinity(0)))))
+_jobs = ThreadPoolExecutor(2)
 
 
 @cache
@@ -51,12 +52,12 @@ def build(entry, config, smem_bytes, flags):
     """Start to compile a unit; returns a future of the path of its library."""
     name, text = unit(entry, replace(config, lazy=0.0), smem_bytes)
     key = hashlib.sha256(repr((text, flags)).encode()).hexdigest()[:8]
-    return _jobs.submit(_compile, f"{name}_{key}", name, text, entry, flags)
+    return _jobs.submit(_compile, build_folder() / f"{name}_{key}", name, text, entry, flags)
 
 
 def _compile(stem, name, text, entry, flags):
-    """One run of the compiler."""
-    library, code = (build_folder() / f"{stem}{suffix}" for suffix in (".so", ".cu"))
+    """One run of the compiler, in a thread of its own."""
+    library, code = (stem.with_suffix(suffix) for suffix in (".so", ".cu"))
     code.write_text(text)
     command = [COMPILER, *FLAGS, *flags, f"-I{HERE}", f"-I{source.folder()}",
                '-DCF_PTX_TWIN="ptx_twin.h"', f'-DCF_UNIT="{code}"', f"-DCF_ENTRY={name}",
