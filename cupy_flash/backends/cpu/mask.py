@@ -91,18 +91,19 @@ def hide_row_by_range(s, rows, r, key0, keys):
 
 
 @tile_function
+def entry_address(tensor, rows, r, key0):
+    """Address of the mask's or bias's entry for row r and key key0; strides may be 0."""
+    packed = rows.row0 + r
+    head, query = rows.head0 + packed % rows.group, packed // rows.group
+    return tensor.address + rows.b * tensor.b + head * tensor.h + query * tensor.n + key0 * tensor.c
+
+
+@tile_function
 def hide_by_mask(S, mask, rows, key0, keys):
-    """S = -inf where the boolean mask (strides may be 0) is False."""
+    """S = -inf where the boolean mask is False."""
     step = mask.c
     for r in range(rows.rows):
-        packed = rows.row0 + r
-        address = (
-            mask.address
-            + rows.b * mask.b
-            + (rows.head0 + packed % rows.group) * mask.h
-            + packed // rows.group * mask.n
-            + key0 * mask.c
-        )
+        address = entry_address(mask, rows, r, key0)
         for j in range(keys):
             visible = carray(as_pointer(address + j * step), (1,), np.uint8)[0]
             S[j, r] = S[j, r] if visible else -np.inf

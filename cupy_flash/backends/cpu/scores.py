@@ -6,7 +6,7 @@ from numba import carray
 from .dtypes import BFLOAT16, FLOAT16, FLOAT32, widen
 from .elementary import tanh
 from .jit import as_pointer, tile_function
-from .mask import forget_unseen_keys, hide_by_mask, hide_by_range
+from .mask import entry_address, forget_unseen_keys, hide_by_mask, hide_by_range
 from .micro_kernel import matmul
 
 
@@ -92,14 +92,7 @@ def _add_bias_of(S, bias, rows, key0, keys, dtype):
     """S += bias; -inf hides the key even if its score is NaN."""
     step = bias.c
     for r in range(rows.rows):
-        packed = rows.row0 + r
-        address = (
-            bias.address
-            + rows.b * bias.b
-            + (rows.head0 + packed % rows.group) * bias.h
-            + packed // rows.group * bias.n
-            + key0 * bias.c
-        )
+        address = entry_address(bias, rows, r, key0)
         for j in range(keys):
             x = S.dtype.type(widen(carray(as_pointer(address + j * step), (1,), dtype)[0]))
             S[j, r] = S[j, r] + x if x != -np.inf else x
