@@ -127,7 +127,7 @@ def few_rows_step(p, t, rows, k_base, v_base, key0, keys):
     """One key tile for few rows, with the keys along the lanes."""
     k = view(p.k, k_base, key0, keys, p.d, t.S)
     v = view(p.v, v_base, key0, keys, p.d_v, t.S)
-    few_scores(t.s.T, k, t.q, v, rows.rows, keys, p.d)
+    few_scores(t.s.T, k, t.q, rows.rows, keys, p.d)
     for r in range(rows.rows):
         hide_row_by_range(t.s, rows, r, key0, keys)
         if softmax_row_step(t.s, t.m, t.l, t.alpha, t.part, r, keys, t.s.dtype.type(p.lazy)):
