@@ -31,7 +31,7 @@ class CpuConfig:
     Attributes
     ----------
     Br, Bc : int
-        Packed query rows and keys of a tile.
+        Packed query rows and keys of a tile; Bc None: the planner's choice.
     lazy : float or None
         A row's reference moves when its maximum passes it by this much (0: always); None: ln(2^8),
         in float64 ln(2^30), the thresholds of the GPU kernels.
@@ -39,10 +39,8 @@ class CpuConfig:
         Round P and dS to the input type before their products, as tensor cores must.
     """
 
-    # 96 is a multiple of the vectors (16, 8) and of the micro-kernel's 6 rows; five tiles of it at
-    # d = 128 stay in 512 KiB of L2.
     Br: int = 96
-    Bc: int = 96
+    Bc: int | None = None
     lazy: float | None = None
     round_P: bool = False
 

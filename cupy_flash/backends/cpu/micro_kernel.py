@@ -39,7 +39,7 @@ def _broadcast(builder, x, vector):
 
 
 # A matrix argument of an intrinsic as LLVM values; row, column: strides in bytes.
-Matrix = namedtuple("Matrix", "data rows row column itemsize scalar vector")
+Matrix = namedtuple("Matrix", "data row column itemsize scalar vector")
 
 
 def _unpacked(context, builder, signature, args):
@@ -50,11 +50,10 @@ def _unpacked(context, builder, signature, args):
             continue
         array = context.make_array(kind)(context, builder, value)
         row, column = cgutils.unpack_tuple(builder, array.strides)
-        rows, _ = cgutils.unpack_tuple(builder, array.shape)
         itemsize = kind.dtype.bitwidth // 8
         scalar = context.get_value_type(kind.dtype)
         vector = ir.VectorType(scalar, VECTOR_BYTES // itemsize)
-        yield Matrix(array.data, rows, row, column, itemsize, scalar, vector)
+        yield Matrix(array.data, row, column, itemsize, scalar, vector)
 
 
 def _load(builder, matrix, offset):
@@ -70,15 +69,6 @@ def _accumulate(builder, cell, a, b):
     name = f"llvm.fma.v{kind.count}f{8 * VECTOR_BYTES // kind.count}"
     fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
     builder.store(builder.call(fma, [a, b, builder.load(cell)]), cell)
-
-
-def _prefetch(builder, base, offset):
-    """Ask for the line at base + offset bytes; no address can fault."""
-    flag = ir.IntType(32)
-    line = _pointer(builder, base, offset, ir.IntType(8))
-    kind = ir.FunctionType(ir.VoidType(), [line.type, flag, flag, flag])
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(prefetch, [line, flag(0), flag(2), flag(1)])  # read, into L2, data
 
 
 def _make_micro_kernel(rows, vectors):
@@ -147,11 +137,7 @@ def _make_dot_kernel(keys):
 
     @intrinsic
     def dot_kernel(typingctx, s, k, q, j, i, depth):
-        """s[j:j+keys, i] = k[j:j+keys, :depth] @ q[i, :depth], depth rounded up to whole vectors.
-
-        Meanwhile the keys one tile on are on their way to the cache. (Asking for the values of
-        these keys as well took 15 % longer.)
-        """
+        """s[j:j+keys, i] = k[j:j+keys, :depth] @ q[i, :depth], depth in whole vectors."""
 
         def codegen(context, builder, signature, args):
             _emit_dots(context, builder, signature, args, keys)
@@ -169,7 +155,6 @@ def _emit_dots(context, builder, signature, args, keys):
     name = f"llvm.vector.reduce.fadd.v{vector.count}f{8 * S.itemsize}"
     kind = ir.FunctionType(S.scalar, [S.scalar, vector])
     add_up = cgutils.get_or_insert_function(builder.module, kind, name)
-    tile_bytes = builder.mul(K.rows, K.row)
     lines = [builder.add(j, index(n)) for n in range(keys)]
     acc = [cgutils.alloca_once_value(builder, ir.Constant(vector, None)) for _ in lines]
     with cgutils.for_range_slice(builder, index(0), depth, index(vector.count)) as (c, _):
@@ -178,7 +163,6 @@ def _emit_dots(context, builder, signature, args, keys):
         for line, cell in zip(lines, acc, strict=True):
             k_at = builder.add(builder.mul(line, K.row), column)
             _accumulate(builder, cell, _load(builder, K, k_at), q_vector)
-            _prefetch(builder, K.data, builder.add(k_at, tile_bytes))
     for line, cell in zip(lines, acc, strict=True):
         # `reassoc` lets LLVM add the lanes as a tree; the order is fixed all the same.
         zero = ir.Constant(S.scalar, 0)
