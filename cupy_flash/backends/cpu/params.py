@@ -48,10 +48,7 @@ def pack(plan, launch, operands, buffers):
     dtype = ForwardParams if forward else BackwardParams
     if set(values) != set(dtype.names):
         raise KeyError(f"parameters and struct differ: {set(values) ^ set(dtype.names)}")
-    packed = np.zeros(1, dtype)
-    for name, value in values.items():
-        packed[name] = value
-    return packed
+    return np.array([tuple(values[name] for name in dtype.names)], dtype)
 
 
 def _common(problem, config, operands):
