@@ -222,7 +222,7 @@ def table(records):
     lines = [
         f"CPU path against torch {head['torch']} `scaled_dot_product_attention`, "
         f"{head['heads']} heads, {head['threads']} threads, {head['cpu']}, "
-        f"{head['date']}, commit {head['commit']}.",
+        f"{head['date']}, commit {', '.join(dict.fromkeys(r['commit'] for r in records))}.",
         "A ratio above 1 means ours is faster; in brackets the quartiles of the rounds.",
         "",
         "| dtype | d | Nq x Nk | mask | pass | ours GFLOP/s | torch GFLOP/s | ratio |",
