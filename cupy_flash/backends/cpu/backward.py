@@ -12,7 +12,7 @@ from numba import carray
 
 from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import key_range, open_rows
-from .micro_kernel import matmul
+from .micro_kernel import MICRO_ROWS, VECTOR_BYTES, matmul
 from .scores import finish_scores, through_cap
 from .softmax import softmax_backward
 from .tiles import (
@@ -33,7 +33,7 @@ Tiles = namedtuple("Tiles", "q q_t do do_t k v S dP U dq o lse delta")
 @tile_function
 def carve_tiles(slab, p):
     """All tiles of a worker, and where the rest of the slab starts."""
-    d, d_v, Br, Bc = p.d, p.d_v, p.Br + 6, p.Bc + 6
+    d, d_v, Br, Bc = p.d, p.d_v, p.Br + MICRO_ROWS, p.Bc + MICRO_ROWS
     q, end = carve(slab, np.int64(0), Br, d)
     q_t, end = carve(slab, end, d, p.Br)
     do, end = carve(slab, end, Br, d_v)
@@ -72,13 +72,13 @@ def backward(params, slab, tasks):
 @tile_function
 def accumulators(p, own, task):
     """dK and dV of all keys: in the worker's slab, or in the task's part of the workspace."""
-    lanes = 64 // own.itemsize
+    lanes = VECTOR_BYTES // own.itemsize
     columns = (p.d + lanes - 1) // lanes + (p.d_v + lanes - 1) // lanes + 2
-    size = (p.Nk + 6) * columns * lanes
+    size = (p.Nk + MICRO_ROWS) * columns * lanes
     if p.chunks > 1:
         own = carray(as_pointer(p.partial + task * size * own.itemsize), (size,), own.dtype)
-    dk_acc, end = carve(own, np.int64(0), p.Nk + 6, p.d)
-    dv_acc, end = carve(own, end, p.Nk + 6, p.d_v)
+    dk_acc, end = carve(own, np.int64(0), p.Nk + MICRO_ROWS, p.d)
+    dv_acc, end = carve(own, end, p.Nk + MICRO_ROWS, p.d_v)
     return dk_acc, dv_acc
 
 
@@ -97,8 +97,8 @@ def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
         gradient_tile(p, t, rows, key0, keys)
         if p.softcap != 0:
             through_cap(t.dP, t.k, t.q_t, t.U, p, keys, rows.lanes)
-        zero_rows(t.S, keys, keys + 6)  # the surplus rows of a product are real keys here
-        zero_rows(t.dP, keys, keys + 6)
+        zero_rows(t.S, keys, keys + MICRO_ROWS)  # the surplus rows of a product are real keys here
+        zero_rows(t.dP, keys, keys + MICRO_ROWS)
         round_tile(t.S, keys, rows.lanes, p.round_P)
         round_tile(t.dP, keys, rows.lanes, p.round_P)
         matmul(dv_acc[key0:], t.S, t.do, keys, p.d_v, rows.rows, True)  # dV += P^T dO

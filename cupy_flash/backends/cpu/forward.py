@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import as_strided
 from .dtypes import FLOAT32, FLOAT64, ROUND_NOT
 from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import hide_row_by_range, key_range, open_rows
-from .micro_kernel import FEW_ROWS, few_products, few_scores, matmul
+from .micro_kernel import FEW_ROWS, MICRO_ROWS, VECTOR_BYTES, few_products, few_scores, matmul
 from .scores import finish_scores
 from .softmax import scale_rows, softmax_row_step, softmax_step
 from .tiles import (
@@ -31,13 +31,13 @@ Tiles = namedtuple("Tiles", "k v S s q_t q acc m l alpha m_ref part")
 def carve_tiles(slab, p):
     """All tiles of a worker."""
     start, few, states = np.int64(0), np.int64(FEW_ROWS), np.int64(5)  # no literals: see load_keys
-    k, end = carve(slab, start, p.Bc + 6, p.d)
-    v, end = carve(slab, end, p.Bc + 6, p.d_v)
-    S, end = carve(slab, end, p.Bc + 6, p.Br)
+    k, end = carve(slab, start, p.Bc + MICRO_ROWS, p.d)
+    v, end = carve(slab, end, p.Bc + MICRO_ROWS, p.d_v)
+    S, end = carve(slab, end, p.Bc + MICRO_ROWS, p.Br)
     s, end = carve(slab, end, few, p.Bc)
     q_t, end = carve(slab, end, p.d, p.Br)
     q, end = carve(slab, end, few, p.d)
-    acc, end = carve(slab, end, p.Br + 6, max(p.d, p.d_v))
+    acc, end = carve(slab, end, p.Br + MICRO_ROWS, max(p.d, p.d_v))
     state, end = carve(slab, end, states, p.Br)
     return Tiles(k, v, S, s, q_t, q, acc, state[0], state[1], state[2], state[3], state[4])
 
@@ -114,7 +114,7 @@ def reads_in_place(p, rows, like):
     That takes few rows, whole vectors of the accumulators' type, and no option but the range of
     visible keys.
     """
-    lanes = 64 // like.itemsize
+    lanes = VECTOR_BYTES // like.itemsize
     kind = FLOAT64 if like.itemsize == 8 else FLOAT32
     readable = p.k.kind == kind and p.d % lanes == 0 and p.d_v % lanes == 0
     rounded = p.round_inputs != ROUND_NOT or p.round_P != ROUND_NOT
