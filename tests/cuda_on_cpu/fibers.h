@@ -44,11 +44,27 @@ struct Index {
   unsigned x;
 };
 
+// A copy that has been started: 16 bytes, or zeros if there is nothing.
+struct Copy {
+  unsigned char* to;
+  unsigned long long from;
+  bool there;
+
+  void land() const {
+    if (there) {
+      memcpy(to, reinterpret_cast<const void*>(from), 16);
+    } else {
+      memset(to, 0, 16);
+    }
+  }
+};
+
 struct Fiber {
   jmp_buf state;
   ucontext_t start;
   std::unique_ptr<char[]> stack{new char[STACK]};
   bool started = false;
+  std::vector<std::vector<Copy>> copies;   // in groups; the last one is still open
 };
 
 // Where fibers meet: all of a block, or of a warp.
@@ -103,11 +119,16 @@ inline void meet(Meeting& meeting, unsigned count) {
 inline unsigned lane() { return current % WARP; }
 inline Warp& warp() { return block->warps[current / WARP]; }
 
-inline void barrier(const char* file, int line, bool of_warp) {
+// Whether the barrier or wait at this place is the one to skip; keeps account of them.
+inline bool left_out(const char* file, int line) {
   const char* name = strrchr(file, '/');
   const std::string place = std::string(name ? name + 1 : file) + ":" + std::to_string(line);
   block->seen.insert(place);
-  if (place == block->skip) return;
+  return place == block->skip;
+}
+
+inline void barrier(const char* file, int line, bool of_warp) {
+  if (left_out(file, line)) return;
   if (of_warp) {
     meet(warp().meeting, WARP);
   } else {
@@ -205,7 +226,10 @@ inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads,
     // An array of its own, of exactly this size, so that AddressSanitizer sees every byte too many.
     b.shared.reset(new unsigned char[shared_bytes]);
     memset(b.shared.get(), fill, shared_bytes);
-    for (Fiber& fiber : b.fibers) fiber.started = false;
+    for (Fiber& fiber : b.fibers) {
+      fiber.started = false;
+      fiber.copies.assign(1, {});
+    }
     finished = run_block(b);
   }
   sigaction(SIGSEGV, &before, nullptr);

@@ -57,11 +57,16 @@ def build(entry, config, smem_bytes, flags):
 
 def _compile(stem, name, text, entry, flags):
     """One run of the compiler, in a thread of its own."""
-    library, code = (stem.with_suffix(suffix) for suffix in (".so", ".cu"))
+    return compile_unit(stem.name, text, name, f"cf::{ENTRIES[entry][1]}", flags)
+
+
+def compile_unit(stem, text, name, params, flags):
+    """Compile the function `name` of a text, which takes one `params`; returns the library."""
+    library, code = (build_folder() / f"{stem}{suffix}" for suffix in (".so", ".cu"))
     code.write_text(text)
     command = [COMPILER, *FLAGS, *flags, f"-I{HERE}", f"-I{source.folder()}",
                '-DCF_PTX_TWIN="ptx_twin.h"', f'-DCF_UNIT="{code}"', f"-DCF_ENTRY={name}",
-               f"-DCF_PARAMS=cf::{ENTRIES[entry][1]}", str(HERE / "driver.cpp"), "-o", str(library)]
+               f"-DCF_PARAMS={params}", str(HERE / "driver.cpp"), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{name} does not compile:\n{done.stderr[:4000]}")

@@ -1,4 +1,4 @@
-// What cuda_src/ptx.cuh does with instructions, in C++ on fibers.
+// What cuda_src/ptx.cuh does with instructions, in C++ on fibers; mma_twin.h has the rest.
 //
 // A fragment's elements lie in other lanes than on any GPU: CUDA leaves that open, and a kernel
 // that took a layout for granted fails here. A product waits for the whole warp once; loads and
@@ -135,3 +135,5 @@ template <>
 struct Wmma<double> : WmmaTwin<double, double, 1, 8, 4> {};
 
 }  // namespace cf::ptx
+
+#include "mma_twin.h"

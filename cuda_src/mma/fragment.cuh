@@ -1,0 +1,242 @@
+// Fragments in registers whose layout is known: loads from tiles in shared memory, products, and
+// the way from an accumulator to the operand of the next product. ptx/mma.cuh has the layouts.
+#pragma once
+
+#include "../convert.cuh"
+#include "../ptx/mma.cuh"
+#include "../ptx/shared.cuh"
+
+namespace cf {
+
+template <typename T>
+struct WordOf {
+  using type = uint32;
+};
+template <>
+struct WordOf<double> {
+  using type = double;
+};
+
+CF_DEVICE uint32 to_word(float x) { return ptx::float_to_bits(x); }
+CF_DEVICE double to_word(double x) { return x; }
+
+// A [16, depth], B [depth, 16] and C [16, 16] of a warp.
+template <typename Config>
+struct Fragments {
+  using T = typename Config::element;
+  using Word = typename WordOf<T>::type;
+  using Sum = accumulator<T>;
+  static constexpr int side = 16, depth = sizeof(T) == 2 ? 16 : 8;
+  struct A { Word x[4]; };
+  struct B { Word x[4]; };
+  struct C { Sum x[8]; };
+};
+
+CF_DEVICE int lane_id() { return int(threadIdx.x) % 32; }
+CF_DEVICE int warp_id() { return int(threadIdx.x) / 32; }
+
+// Row and column of an accumulator's element e in its fragment: each is what the lane has by itself
+// plus a constant.
+CF_DEVICE int lane_row() { return lane_id() / 4; }
+CF_DEVICE int lane_column() { return lane_id() % 4 * 2; }
+CF_HOST_DEVICE constexpr int row_step(int e) { return 8 * (e / 2 % 2); }
+CF_HOST_DEVICE constexpr int column_step(int e) { return e % 2 + 8 * (e / 4); }
+
+// Which rows of a tile [k, ...] a lane reads for its two depths, in the types of 32 and 64 bits.
+// paired: rows 2 t and 2 t + 1, which are the columns that it has of an accumulator; the other
+// operand then comes from one (`to_operands`), or from a tile [k, ...] in the same order.
+// natural: rows t and t + 4, as operands have that are read along k. In 16-bit types both are one.
+enum class Order { natural, paired };
+
+// Elements from one row of a tile to the next. Rows keep their 16-byte borders, and the lanes of a
+// load hit different banks: rows read along k, or a tile [k, ...] in its paired order. They differ
+// in float64 alone.
+template <typename T>
+CF_HOST_DEVICE constexpr int rows_pitch(int columns) {
+  return columns + (sizeof(T) == 2 ? 8 : 4);
+}
+template <typename T>
+CF_HOST_DEVICE constexpr int depth_pitch(int columns) {
+  return columns + 16 / int(sizeof(T));
+}
+
+// Where a lane's loads of a tile [rows, columns] start, in elements.
+template <typename T, int pitch>
+struct LaneStart {
+  // Of plain loads: row g, column t; or, along k in the other direction, row t (2 t), column g.
+  static CF_DEVICE int across() { return lane_id() / 4 * pitch + lane_id() % 4; }
+  static CF_DEVICE int along(int rows) { return lane_id() % 4 * rows * pitch + lane_id() / 4; }
+  // Of four 8 x 8 matrices, numbered down the columns first, or along the rows.
+  static CF_DEVICE int matrices(bool down) {
+    const int lane = lane_id(), low = lane / 8 % 2, high = lane / 16;
+    return (lane % 8 + 8 * (down ? low : high)) * pitch + (down ? high : low) * 16 / int(sizeof(T));
+  }
+};
+
+// A tile in shared memory as fragments of A. Layout::row: the tile is [m, k]; Layout::col: [k, m].
+template <typename Config, Layout layout, int pitch, Order order = Order::paired>
+struct ReaderA {
+  using F = Fragments<Config>;
+  using T = typename F::T;
+  using Start = LaneStart<T, pitch>;
+  static constexpr bool row = layout == Layout::row;
+  static constexpr bool matrices = sizeof(T) == 2 || (sizeof(T) == 4 && row);
+  static constexpr int pairs = order == Order::paired ? 2 : 1;
+  static constexpr int step = row || order == Order::natural ? 4 : 1;    // between the two depths
+  const T* tile;
+  ptx::Shared place;
+
+  CF_DEVICE explicit ReaderA(const T* t)
+      : tile(t + (row ? Start::across() : Start::along(pairs))), place(t + Start::matrices(row)) {}
+
+  // The fragment whose corner is element (i, k) of A.
+  CF_DEVICE typename F::A load(int i, int k) const {
+    typename F::A a;
+    const int corner = row ? i * pitch + k : k * pitch + i;
+    if constexpr (matrices && row) {
+      ptx::load_matrices(a.x, place + corner * int(sizeof(T)));
+    } else if constexpr (matrices) {
+      ptx::load_matrices_transposed(a.x, place + corner * int(sizeof(T)));
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int m = e % 2 * 8, depth = e / 2 * step;
+        a.x[e] = to_word(tile[corner + (row ? m * pitch + depth : depth * pitch + m)]);
+      }
+    }
+    return a;
+  }
+};
+
+// The same as fragments of B. Layout::row: the tile is [k, n]; Layout::col: [n, k].
+template <typename Config, Layout layout, int pitch, Order order = Order::paired>
+struct ReaderB {
+  using F = Fragments<Config>;
+  using T = typename F::T;
+  using Start = LaneStart<T, pitch>;
+  static constexpr bool row = layout == Layout::row;
+  static constexpr bool matrices = sizeof(T) == 2 || (sizeof(T) == 4 && !row);
+  static constexpr int pairs = order == Order::paired ? 2 : 1;
+  static constexpr int step = !row || order == Order::natural ? 4 : 1;
+  const T* tile;
+  ptx::Shared place;
+
+  CF_DEVICE explicit ReaderB(const T* t)
+      : tile(t + (row ? Start::along(pairs) : Start::across())), place(t + Start::matrices(row)) {}
+
+  // The fragment whose corner is element (k, j) of B.
+  CF_DEVICE typename F::B load(int k, int j) const {
+    typename F::B b;
+    const int corner = row ? k * pitch + j : j * pitch + k;
+    if constexpr (matrices && !row) {
+      ptx::load_matrices(b.x, place + corner * int(sizeof(T)));
+    } else if constexpr (matrices) {
+      ptx::load_matrices_transposed(b.x, place + corner * int(sizeof(T)));
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int n = e / 2 * 8, depth = e % 2 * step;
+        b.x[e] = to_word(tile[corner + (row ? depth * pitch + n : n * pitch + depth)]);
+      }
+    }
+    return b;
+  }
+};
+
+// c += a b.
+template <typename Config>
+CF_DEVICE void mma(typename Fragments<Config>::C& c, const typename Fragments<Config>::A& a,
+                   const typename Fragments<Config>::B& b) {
+  using T = typename Config::element;
+  if constexpr (Config::wmma) {
+    ptx::wmma(T{}, c.x, a.x, b.x);
+  } else {
+    ptx::mma(T{}, c.x, a.x, b.x);
+  }
+}
+
+// What 3xTF32 makes of an operand: the part that TF32 keeps, and the rest.
+template <typename Fragment>
+struct Parts {
+  Fragment high, low;
+};
+
+// A loaded operand as a product takes it: in 3xTF32 in two parts, otherwise as it is. The first
+// part is cut, so that the rest is exact and has the same sign; the instruction cuts that again,
+// and half a unit of its last place beforehand makes a rounding of it.
+template <typename Config, typename Fragment>
+CF_DEVICE auto operand(const Fragment& x) {
+  if constexpr (Config::precision == 2) {
+    Parts<Fragment> parts;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      parts.high.x[e] = x.x[e] & 0xFFFFE000;
+      const float rest = ptx::bits_to_float(x.x[e]) - ptx::bits_to_float(parts.high.x[e]);
+      parts.low.x[e] = ptx::float_to_bits(rest * (1.f + 1.f / 2048.f));
+    }
+    return parts;
+  } else {
+    return x;
+  }
+}
+
+// A sum of products. 3xTF32 has a sum of its own for the small ones, which would lose digits next
+// to the large; in the other kinds `small` is never touched.
+template <typename Config>
+struct Sums {
+  typename Fragments<Config>::C large, small;
+
+  CF_DEVICE Sums() : large{}, small{} {}
+  CF_DEVICE accumulator<typename Config::element> total(int e) const {
+    return Config::precision == 2 ? large.x[e] + small.x[e] : large.x[e];
+  }
+};
+
+// sums += a b, of operands made by `operand`.
+template <typename Config, typename OperandA, typename OperandB>
+CF_DEVICE void add_product(Sums<Config>& sums, const OperandA& a, const OperandB& b) {
+  if constexpr (Config::precision == 2) {
+    mma<Config>(sums.small, a.low, b.high);
+    mma<Config>(sums.small, a.high, b.low);
+    mma<Config>(sums.large, a.high, b.high);
+  } else {
+    mma<Config>(sums.large, a, b);
+  }
+}
+
+// Whether sums over many tiles must be made of the sums of single tiles by ordinary additions.
+// Tensor cores drop bits of float32 sums, all to one side: at N = 16384 a running sum over mean-1
+// values is no better than plain TF32. In float64 the shorter chains halve the rounding error. The
+// 16-bit types hide both.
+template <typename Config>
+CF_HOST_DEVICE constexpr bool fresh_sums() {
+  return sizeof(typename Config::element) > 2;
+}
+
+// An accumulator as operands A: one of a depth of 16, or two of 8 in the paired order. Rounds to the
+// type of operands; P and dS are meant, which are finite or make the result NaN by other ways.
+template <typename Config>
+struct AccumulatorAsA {
+  using F = Fragments<Config>;
+  static constexpr int count = 16 / F::depth;
+  typename F::A a[count];
+
+  CF_DEVICE explicit AccumulatorAsA(const typename F::C& c) {
+    if constexpr (count == 1) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        a[0].x[e] = ptx::pack<typename F::T>(c.x[2 * e], c.x[2 * e + 1]);
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) a[e / 4].x[e % 2 * 2 + e / 2 % 2] = word(c.x[e]);
+    }
+  }
+  // Half a unit of TF32's last place more: the instruction cuts the rest off.
+  static CF_DEVICE uint32 word(float x) {
+    return ptx::float_to_bits(x) + (Config::precision == 1 ? 0x1000 : 0);
+  }
+  static CF_DEVICE double word(double x) { return x; }
+};
+
+}  // namespace cf

@@ -1,0 +1,105 @@
+// Products of fragments in registers, with the layouts that PTX documents for mma.sync.
+//
+// All kinds have 16 x 16 sums and operands of four registers, of a depth of 16 in the 16-bit types
+// and of 8 in the others. With lane = 4 g + t:
+//
+//     A 16-bit   word i, half s: row g + 8 (i % 2), k = 2 t + s + 8 (i / 2)
+//     A wider    element i:      row g + 8 (i % 2), k = t + 4 (i / 2)
+//     B 16-bit   word i, half s: k = 2 t + s + 8 (i % 2), column g + 8 (i / 2)
+//     B wider    element i:      k = t + 4 (i % 2), column g + 8 (i / 2)
+//     C          element i:      row g + 8 (i / 2 % 2), column 2 t + i % 2 + 8 (i / 4)
+#pragma once
+
+#include "../ptx.cuh"
+
+#ifndef CF_PTX_TWIN
+
+namespace cf::ptx {
+
+// low and high rounded to nearest even, in one word.
+template <typename T>
+CF_DEVICE uint32 pack(float low, float high);
+template <>
+CF_DEVICE uint32 pack<half_t>(float low, float high) {
+  uint32 x;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+template <>
+CF_DEVICE uint32 pack<bfloat16_t>(float low, float high) {
+  uint32 x;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+
+// 2^x to 2 units in the last place; results below 2^-126 are 0.
+CF_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The two m16n8 halves of a product.
+#define CF_MMA_SYNC(form, word)                                                                 \
+  _Pragma("unroll") for (int h = 0; h < 2; ++h) {                                               \
+    asm("mma.sync.aligned." form " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "              \
+        "{%0, %1, %2, %3};"                                                                     \
+        : "+" CF_SUM(c[4 * h]), "+" CF_SUM(c[4 * h + 1]), "+" CF_SUM(c[4 * h + 2]),             \
+          "+" CF_SUM(c[4 * h + 3])                                                              \
+        : word(a[0]), word(a[1]), word(a[2]), word(a[3]), word(b[2 * h]), word(b[2 * h + 1]));  \
+  }
+#define CF_SUM(x) "f"(x)
+
+// c += a b by mma.sync.
+CF_DEVICE void mma(half_t, float (&c)[8], const uint32 (&a)[4], const uint32 (&b)[4]) {
+  CF_MMA_SYNC("m16n8k16.row.col.f32.f16.f16.f32", "r")
+}
+CF_DEVICE void mma(bfloat16_t, float (&c)[8], const uint32 (&a)[4], const uint32 (&b)[4]) {
+  CF_MMA_SYNC("m16n8k16.row.col.f32.bf16.bf16.f32", "r")
+}
+// TF32: of the bits of float32 the instruction cuts off the last 13.
+CF_DEVICE void mma(float, float (&c)[8], const uint32 (&a)[4], const uint32 (&b)[4]) {
+  CF_MMA_SYNC("m16n8k8.row.col.f32.tf32.tf32.f32", "r")
+}
+#undef CF_SUM
+#define CF_SUM(x) "d"(x)
+CF_DEVICE void mma(double, double (&c)[8], const double (&a)[4], const double (&b)[4]) {
+#if __CUDA_ARCH__ >= 900
+  CF_MMA_SYNC("m16n8k8.row.col.f64.f64.f64.f64", "d")
+#else
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int row = i % 2, column = i / 2 % 2, k = i / 4;
+    double& c0 = c[4 * column + 2 * row];
+    double& c1 = c[4 * column + 2 * row + 1];
+    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+        : "+d"(c0), "+d"(c1)
+        : "d"(a[2 * k + row]), "d"(b[2 * column + k]));
+  }
+#endif
+}
+#undef CF_SUM
+#undef CF_MMA_SYNC
+
+// c += a b by wmma.mma, on a device whose wmma fragments were found to have these layouts. The
+// operands of float16 have eight registers, of which the last four repeat the first.
+CF_DEVICE void wmma(half_t, float (&c)[8], const uint32 (&a)[4], const uint32 (&b)[4]) {
+  asm("wmma.mma.sync.aligned.row.col.m16n16k16.f32.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11, %8, %9, %10, %11}, {%12, %13, %14, %15, %12, %13, %14, %15}, "
+      "{%0, %1, %2, %3, %4, %5, %6, %7};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]),
+        "+f"(c[7])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]));
+}
+CF_DEVICE void wmma(bfloat16_t, float (&c)[8], const uint32 (&a)[4], const uint32 (&b)[4]) {
+  asm("wmma.mma.sync.aligned.row.col.m16n16k16.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, {%12, %13, %14, %15}, "
+      "{%0, %1, %2, %3, %4, %5, %6, %7};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]),
+        "+f"(c[7])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]));
+}
+
+}  // namespace cf::ptx
+
+#endif

@@ -1,0 +1,100 @@
+// What cuda_src/ptx/*.cuh does with instructions, in C++ on fibers.
+//
+// Fragments have the layouts that PTX documents for mma.sync. A copy wipes its target out when it
+// starts and lands when its thread waits for it, so that neither a barrier before it nor the wait
+// after it can be left out unseen.
+#pragma once
+
+namespace cf::ptx {
+
+struct Shared {
+  unsigned char* place;
+
+  explicit Shared(const void* pointer) : place((unsigned char*)pointer) {}
+  Shared operator+(int bytes) const { return Shared(place + bytes); }
+};
+
+// An element of one of four matrices, which lie where the lanes say.
+using Slots = unsigned char (*)[fibers::SLOT];
+inline uint32 matrix_element(Slots slots, int matrix, int row, int column) {
+  uint16 x;
+  memcpy(&x, fibers::shown<unsigned char*>(slots, 8 * matrix + row) + 2 * column, sizeof x);
+  return x;
+}
+
+inline void load_matrices(uint32 (&x)[4], Shared row) {
+  const Slots slots = fibers::exchange(row.place);
+  const int g = fibers::lane() / 4, t = fibers::lane() % 4;
+  for (int i = 0; i < 4; ++i) {
+    x[i] = matrix_element(slots, i, g, 2 * t) | matrix_element(slots, i, g, 2 * t + 1) << 16;
+  }
+}
+inline void load_matrices_transposed(uint32 (&x)[4], Shared row) {
+  const Slots slots = fibers::exchange(row.place);
+  const int g = fibers::lane() / 4, t = fibers::lane() % 4;
+  for (int i = 0; i < 4; ++i) {
+    x[i] = matrix_element(slots, i, 2 * t, g) | matrix_element(slots, i, 2 * t + 1, g) << 16;
+  }
+}
+
+inline void copy_16_bytes(Shared to, uint64 from, bool there) {
+  memset(to.place, 0xFF, 16);
+  fibers::block->fibers[fibers::current].copies.back().push_back({to.place, from, there});
+}
+inline void close_copies() { fibers::block->fibers[fibers::current].copies.emplace_back(); }
+
+template <int open>
+void wait_for_copies(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  if (fibers::left_out(file, line)) return;
+  auto& copies = fibers::block->fibers[fibers::current].copies;
+  while (copies.size() > open + 1) {        // the last group is the one that is being filled
+    for (const fibers::Copy& copy : copies.front()) copy.land();
+    copies.erase(copies.begin());
+  }
+}
+
+inline uint16 narrowed(half_t, float x) { return float_to_half(x); }
+inline uint16 narrowed(bfloat16_t, float x) { return float_to_bfloat16(x); }
+
+template <typename T>
+uint32 pack(float low, float high) {
+  return narrowed(T{}, low) | uint32(narrowed(T{}, high)) << 16;
+}
+
+inline float exp2_approx(float x) { return ::exp2f(x); }
+
+// c += a b, with elements of T where the lanes of a fragment have them.
+template <typename T, typename Word, typename Sum>
+void mma(T, Sum (&c)[8], const Word (&a)[4], const Word (&b)[4]) {
+  constexpr int depth = sizeof(T) == 2 ? 16 : 8, count = int(4 * sizeof(Word) / sizeof(T));
+  struct Both {
+    T a[count], b[count];
+  } both;
+  memcpy(both.a, a, sizeof both.a);
+  memcpy(both.b, b, sizeof both.b);
+  const Slots slots = fibers::exchange(both);
+  Sum full_a[16][depth], full_b[depth][16];
+  for (int from = 0; from < 32; ++from) {
+    const Both other = fibers::shown<Both>(slots, from);
+    const int g = from / 4, t = from % 4;
+    for (int e = 0; e < count; ++e) {
+      const int word = count == 8 ? e / 2 : e;
+      const int low = count == 8 ? 2 * t + e % 2 : t, far = depth / 2;
+      full_a[g + 8 * (word % 2)][low + far * (word / 2)] = product_value(other.a[e]);
+      full_b[low + far * (word % 2)][g + 8 * (word / 2)] = product_value(other.b[e]);
+    }
+  }
+  const int g = fibers::lane() / 4, t = fibers::lane() % 4;
+  for (int e = 0; e < 8; ++e) {
+    for (int k = 0; k < depth; ++k) {
+      c[e] += full_a[g + 8 * (e / 2 % 2)][k] * full_b[k][2 * t + e % 2 + 8 * (e / 4)];
+    }
+  }
+}
+
+template <typename T, typename Word, typename Sum>
+void wmma(T kind, Sum (&c)[8], const Word (&a)[4], const Word (&b)[4]) {
+  mma(kind, c, a, b);
+}
+
+}  // namespace cf::ptx

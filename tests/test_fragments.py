@@ -1,0 +1,85 @@
+"""Fragments in registers: every way into a product, on fibers, and under NVRTC for every GPU."""
+
+from pathlib import Path
+
+import numpy as np
+import nvrtc
+import pytest
+from cases import DTYPES
+from cuda_on_cpu import harness
+from cuda_on_cpu.harness import COMPILER
+from units import SMEM
+
+from cupy_flash.backends.cuda.params import Tensor, _tensor
+from cupy_flash.backends.cuda.unit import ELEMENTS, PRECISIONS
+
+KINDS = {"float16": ("float16", None), "bfloat16": ("bfloat16", None), "tf32": ("float32", "tf32"),
+         "tf32x3": ("float32", "tf32x3"), "float64": ("float64", None)}
+# The largest difference in units of the largest product: the operands are exact but in TF32.
+LIMIT = {"float16": 1e-6, "bfloat16": 1e-6, "tf32": 2e-3, "tf32x3": 1e-6, "float64": 1e-15}
+Params = np.dtype([("a", Tensor), ("b", Tensor), ("a_t", Tensor), ("b_t", Tensor), ("out", "u8"),
+                   ("vector_bytes", "i8")])
+TEXT = """\
+#include "base.cuh"
+struct Config {{
+  using element = {element};
+  static constexpr int precision = {precision}, warps = 1;
+  static constexpr bool wmma = {wmma};
+}};
+#include "{header}"
+extern "C" __global__ void fragments(const __grid_constant__ cf::FragmentsParams p) {{
+  cf::fragments<Config>(p);
+}}
+"""
+
+
+def text(kind, wmma):
+    """The unit of a kind."""
+    element, precision = KINDS[kind]
+    return TEXT.format(element=ELEMENTS[element], precision=PRECISIONS[precision],
+                       wmma="true" if wmma else "false",
+                       header=Path(__file__).parent / "fragments.cuh")
+
+
+def products(kind, wmma, vector_bytes, skip=""):
+    """A, B and three times A B on fibers; the places of waits and barriers."""
+    dtype = DTYPES[KINDS[kind][0]]
+    rng = np.random.default_rng(7)
+    a, b = (rng.standard_normal((16, 16)).astype(dtype) for _ in range(2))
+    tiles = [np.ascontiguousarray(x) for x in (a, b.T, a.T, b)]
+    out = np.full((3, 16, 16), np.nan, np.float64 if kind == "float64" else np.float32)
+    packed = np.zeros(1, Params)
+    for name, x in zip(("a", "b", "a_t", "b_t"), tiles, strict=True):
+        packed[name] = _tensor(x[None, None])
+    packed["out"], packed["vector_bytes"] = out.ctypes.data, vector_bytes
+    path = harness.compile_unit(f"fragments_{kind}_{wmma}", text(kind, wmma), "fragments",
+                                "cf::FragmentsParams", ("-O1",))
+    library = harness._load(path)
+    assert not library.run(packed.ctypes.data, packed.nbytes, 1, 32, 1 << 14, 1, skip.encode(), 255)
+    return a.astype(np.float64), b.astype(np.float64), out, library.barriers().decode().split()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
+@pytest.mark.parametrize("vector_bytes", [16, 8, 4, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_into_a_product(kind, vector_bytes):
+    for wmma in (False, True)[: 1 + (kind in ("float16", "bfloat16"))]:
+        a, b, out, _ = products(kind, wmma, vector_bytes)
+        assert np.abs(out - a @ b).max() <= LIMIT[kind] * np.abs(a @ b).max()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
+def test_every_wait_is_needed():
+    """In TF32 each group of copies is rounded behind the wait for it."""
+    *_, want, places = products("tf32", False, 16)
+    assert len(places) == 3             # the third is the barrier, which one warp does not need
+    for place in sorted(places)[:2]:
+        assert not np.array_equal(products("tf32", False, 16, place)[2], want), place
+
+
+@pytest.mark.parametrize("arch", SMEM)
+@pytest.mark.parametrize("kind", KINDS)
+def test_instructions_of_every_architecture(kind, arch):
+    for wmma in (False, True)[: 1 + (kind in ("float16", "bfloat16"))]:
+        cubin, log = nvrtc.compile(text(kind, wmma), arch)
+        assert cubin is not None, log
