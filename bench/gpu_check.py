@@ -47,10 +47,12 @@ def provenance():
 
 
 def commit():
-    """The commit of the checkout: $COMMIT where there is no repository."""
+    """$COMMIT, for a copy of a checkout, else the commit of the checkout."""
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     found = subprocess.run(command, capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else os.environ.get("COMMIT", "unknown")
+    return found.stdout.strip() if found.returncode == 0 else "unknown"
 
 
 class Results:

@@ -10,6 +10,7 @@ import numpy as np
 from answers import answers_to, floors, judge
 from cases import CASES, Case, inputs
 from gpu_check import say
+from gpu_compile import compile_one, units_of
 
 import cupy_flash as cf
 from cupy_flash.bind import Options, describe
@@ -128,23 +129,14 @@ def compile(options, results):
 def needed(options):
     """(name, text) of the units of all problems of a run."""
     from cupy_flash import device
-    from cupy_flash.backends.cuda.unit import unit
 
     where, units = device.gpu(0), {}
     for index in range(options.count):
         x = inputs(draw(options.seed, index)[0])
         problem, _ = describe(x.q, x.k, x.v, Options(**x.options))
         for direction in ("forward", "backward"):
-            for one in make_plan(direction, problem, where).launches:
-                units[unit(one.entry, one.config, one.smem_bytes)] = None
+            units |= dict.fromkeys(units_of(make_plan(direction, problem, where)))
     return list(units)
-
-
-def compile_one(unit):
-    """Bring one unit into CuPy's cache."""
-    from cupy_flash.backends.cuda.compile import _load
-
-    _load(*unit)
 
 
 def compile_on_cpu(entry, dtype):

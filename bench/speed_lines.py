@@ -1,0 +1,65 @@
+"""From times to ratios: what a line of results says, and which cells have one."""
+
+import re
+from math import exp, log
+from statistics import median
+
+
+def side(times, work, unit):
+    """Median, rate and spread of the rounds of one side; times in ms."""
+    middle = median(times)
+    scale = {"TFLOP/s": 1e9, "GB/s": 1e6}[unit]
+    return {"ms": round(middle, 6), "rate": round(work / middle / scale, 2),
+            "spread": round((max(times) - min(times)) / middle, 4)}
+
+
+def ratios(times):
+    """Of each peer: the median over the rounds of peer's time / ours, above 1 if ours is faster.
+
+    Both are times of one round, so that a clock which changes from round to round cancels.
+    """
+    return {name: round(median(b / a for a, b in zip(times["ours"], taken, strict=True)), 4)
+            for name, taken in times.items() if name != "ours"}
+
+
+def line(cell, times, missing):
+    """The fields of a cell that come from its times (name -> ms of each round).
+
+    missing: name -> reason, of those that could not be timed.
+    """
+    found = {name: side(taken, cell.work, cell.unit) for name, taken in times.items()}
+    ours = found.pop("ours", None)
+    against = ratios(times) if ours else {}
+    best = min(against, key=against.get, default=None)
+    return {"family": cell.family, "cell": cell.name, "direction": cell.direction,
+            "kind": cell.kind, "mask": cell.mask, "length": cell.length, "width": cell.width,
+            "B": cell.B, "heads": cell.heads, "unit": cell.unit,
+            "rounds": max(map(len, times.values()), default=0), "ours": ours, "peers": found,
+            "missing": missing, "ratios": against, "best": best, "ratio": against.get(best)}
+
+
+def finished(lines, digest, gpu):
+    """Names of the cells that were looked at on this GPU with these CUDA sources."""
+    return {one["cell"] for one in lines if one["cuda_src"] == digest and one["gpu"] == gpu}
+
+
+def newest(lines):
+    """The last line of each cell and GPU, in the order in which cells first appear."""
+    return list({(one["gpu"], one["cell"]): one for one in lines}.values())
+
+
+def geometric_mean(values):
+    return exp(sum(map(log, values)) / len(values))
+
+
+def reason(error, notes=()):
+    """Why something could not be done, in one short line: warnings if there are, else the error.
+
+    torch says in warnings why a backend refused; where files lie on this machine is nobody's
+    business.
+    """
+    texts = [re.sub(r"\s*\(Triggered internally.*", "", str(note), flags=re.DOTALL)
+             for note in notes]
+    texts = [text for text in texts if "not used because" not in text]
+    text = " ".join(dict.fromkeys(texts)) or f"{type(error).__name__}: {error}"
+    return re.sub(r"/(?:[\w.+-]+/)+", "", " ".join(text.split()))[:240]

@@ -1,0 +1,109 @@
+"""The page of speeds, from the JSON lines of `run.py`."""
+
+from speed_cells import select
+from speed_lines import geometric_mean, newest
+
+PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3",
+         "fa4": "FlashAttention-4", "efficient": "memory-efficient", "math": "math"}
+KINDS = {"tf32x3": 'float32 (`precision="tf32x3"`, the default)',
+         "tf32": 'float32, `precision="tf32"`'}
+
+HEAD = """\
+# Speed on a GPU
+
+Calls are queued on one stream between two events, ours and the others' in turn, and the ratio is
+the median over {rounds} or more rounds of the other's time / ours: **above 1 ours is faster**. All
+results were compared with float64 at these shapes before. Half the spread of the rounds follows
+"±". Flops are those of two matrix products in the forward pass and five in the backward pass, of
+what the mask leaves. cuDNN, FlashAttention-2, memory-efficient and math are the backends of torch's
+`scaled_dot_product_attention`; FlashAttention-3 is the package flash_attn3_jax, timed by the host's
+clock; "-" means that it is not installed or cannot do this.
+
+Written by `python bench/run.py --table`.
+"""
+
+
+def table(lines, digest):
+    """Markdown; the newest line of each cell counts.
+
+    digest: of the present CUDA sources; what was measured with others is called stale.
+    """
+    order = {cell.name: i for i, cell in enumerate(select())}
+    lines = sorted(newest(lines), key=lambda one: order.get(one["cell"], len(order)))
+    text = [HEAD.format(rounds=min((one["rounds"] for one in lines if one["ours"]), default=0))]
+    for gpu in dict.fromkeys(one["gpu"] for one in lines):
+        text += _gpu([one for one in lines if one["gpu"] == gpu], digest)
+    return "\n".join(text) + "\n"
+
+
+def _gpu(lines, digest):
+    """The section of one GPU."""
+    last = max(lines, key=lambda one: one["date"])
+    cuda = f"{last['cuda'] // 1000}.{last['cuda'] % 1000 // 10}"
+    text = [f"## {last['gpu']}", "",
+            f"Driver {last['driver_version']}, CUDA {cuda}, CuPy {last['cupy']}, torch "
+            f"{last['torch']}, cuDNN {last['cudnn']}, {_all(lines, 'date')}, commit "
+            f"{_all(lines, 'commit')}.", ""]
+    old = sum(one["cuda_src"] != digest for one in lines)
+    if old:
+        text += [f"**Stale**: {old} of {len(lines)} cells were measured with other CUDA sources "
+                 "than those of this checkout.", ""]
+    text += ["| family | pass | type | against | cells | geometric mean | lowest |",
+             "|---|---|---|---|---|---|---|"]
+    text += [f"| {family} | {direction} | {KINDS.get(kind, kind)} | {PEERS.get(peer, peer)} | "
+             f"{len(found)} | {geometric_mean(found):.2f} | {min(found):.2f} |"
+             for family, direction, kind, peer, found in _summary(lines)]
+    for group, rows in _groups(lines).items():
+        text += ["", *_details(group, rows)]
+    return [*text, ""]
+
+
+def _all(lines, field):
+    return ", ".join(dict.fromkeys(one[field] for one in lines))
+
+
+def _groups(lines):
+    """Lines by (family, direction, kind)."""
+    found = {}
+    for one in lines:
+        found.setdefault((one["family"], one["direction"], one["kind"]), []).append(one)
+    return found
+
+
+def _summary(lines):
+    """(family, direction, kind, peer, ratios) of each group; first against a cell's best peer."""
+    for group, rows in _groups(lines).items():
+        names = dict.fromkeys(name for one in rows for name in one["ratios"])
+        best = [one["ratio"] for one in rows if one["ratio"]]
+        if best:
+            yield *group, "the best of a cell", best
+        for name in names:
+            yield *group, name, [one["ratios"][name] for one in rows if name in one["ratios"]]
+
+
+def summaries(lines):
+    """The same in lines for the terminal."""
+    return [f"{family} {direction} {kind}, against {peer}: {len(found)} cells, geometric mean "
+            f"{geometric_mean(found):.3f}, lowest {min(found):.3f}"
+            for family, direction, kind, peer, found in _summary(lines)]
+
+
+def _details(group, rows):
+    """The table of one group, a row a cell."""
+    family, direction, kind = group
+    peers = [name for name in PEERS if any(name in one["peers"] for one in rows)]
+    columns = ["d", "mask", "N", "batch", "heads", "ours", *(PEERS[name] for name in peers),
+               "ratio to the best"]
+    text = [f"### {family}: {direction}, {KINDS.get(kind, kind)} ({rows[0]['unit']})", "",
+            "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for one in rows:
+        fields = [one["width"], one["mask"], one["length"], one["B"], one["heads"],
+                  _rate(one["ours"]), *(_rate(one["peers"].get(name)) for name in peers),
+                  f"{one['ratio']:.2f}" if one["ratio"] else "-"]
+        text.append("| " + " | ".join(map(str, fields)) + " |")
+    return text
+
+
+def _rate(side):
+    """Rate and half its spread."""
+    return f"{side['rate']:.0f} ±{50 * side['spread']:.0f} %" if side else "-"

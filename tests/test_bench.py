@@ -1,0 +1,189 @@
+"""The pure parts of the speed benchmark: cells, answers, ratios, what is skipped, the page."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupy_flash import reference
+from cupy_flash.backends.cuda import source
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "bench"))
+
+from speed_cells import FAMILIES, Cell, select  # noqa: E402
+from speed_data import answers, bound, errors, sets  # noqa: E402
+from speed_lines import finished, geometric_mean, line, newest, ratios, reason  # noqa: E402
+from speed_table import summaries, table  # noqa: E402
+
+
+def cell(direction="forward", **changes):
+    """A small cell."""
+    fields = {"family": "16-bit", "dtype": "float64", "B": 2, "Hq": 4, "Hk": 2, "Nq": 70, "Nk": 70,
+              "d": 8, "d_v": 8}
+    return Cell(direction=direction, **(fields | changes))
+
+
+def test_every_cell_has_a_name_of_its_own():
+    names = [one.name for one in select()]
+    assert len(names) == len(set(names)) == sum(len(select([name])) for name in FAMILIES)
+
+
+def test_cells_are_selected_by_family_name_and_length():
+    chosen = select(["16-bit"], lengths=(1024, 4096, 16384))
+    assert len(chosen) == 2 * 2 * 2 * 3 * 3     # passes, types, masks, head dims, lengths
+    assert all(one.B * one.Nq == 16384 and one.Hq * one.d == 2048 for one in chosen)
+    assert {(one.direction, one.d) for one in select(only=["back*d64-", "n1x4096"])} == {
+        ("backward", 64), ("forward", 128)}
+    assert select(["science"], ["no such cell"]) == []
+
+
+def test_work_counts_what_the_mask_leaves():
+    full = cell().work
+    assert full == 4 * 2 * 4 * 70 * 70 * 8
+    assert cell(causal=True).work == full / 2
+    assert cell("backward").work == 2.5 * full
+    pairs = sum(min(i + 1, 16) for i in range(70))
+    assert cell(causal=True, window=16).work == pytest.approx(full * pairs / 70**2)
+    assert cell(family="decode", Nq=1).work == 8 * 2 * (4 + 2 * 70) * 16
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"causal": True}, {"causal": True, "Nk": 90}, {"causal": True, "window": 9}, {"Hk": 2},
+    {"d_v": 5}, {"Nq": 1500, "Nk": 1100}, {"Nq": 1, "Nk": 64},
+    {"Nq": 1030, "Nk": 1100, "causal": True, "window": 33},
+], ids=str)
+def test_answers_are_those_of_the_reference(changes):
+    one = cell(**{"B": 1, "Hq": 2, "Hk": 1} | changes)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape) for shape in one.shapes)
+    dout = rng.standard_normal((*q.shape[:3], one.d_v))
+    window = (one.window - 1, 0) if one.window else None
+    options = {"causal": one.causal, "window": window}
+    want = {"out": reference.attention(q, k, v, **options)[0],
+            **dict(zip(("dq", "dk", "dv"), reference.attention_backward(dout, q, k, v, **options),
+                       strict=False))}
+    group = one.Hq // one.Hk
+    got = answers(one, q[0, :group], k[0, 0], v[0, 0], dout[0, :group], np)
+    for name, x in got.items():
+        whole = want[name][0]
+        np.testing.assert_allclose(x, whole[:group] if name in ("out", "dq") else whole[0],
+                                   rtol=0, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_wrong_results_are_found(direction):
+    one = cell(direction, causal=True)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape) for shape in one.shapes)
+    dout = rng.standard_normal(q.shape)
+    out, _ = reference.attention(q, k, v, causal=True)
+    dq, dk, dv, _ = reference.attention_backward(dout, q, k, v, causal=True)
+    results = {"forward": [out], "backward": [dq, dk, dv]}[direction]
+    known = {(b, h): answers(one, q[b, 2 * h:2 * h + 2], k[b, h], v[b, h], dout[b, 2 * h:2 * h + 2],
+                             np) for b, h in ((0, 0), (1, 1))}
+
+    def worst():
+        return max(errors(one, results, known, np).values(), key=lambda x: (np.isnan(x), x))
+
+    assert worst() < bound(one)
+    for x in results:
+        for spoiled in (0, np.nan):
+            kept, x[-1, -1, -1] = x[-1, -1, -1].copy(), spoiled
+            assert not worst() <= bound(one)
+            x[-1, -1, -1] = kept
+    results[0][0, -1, -1, -1] = np.nan          # in a head whose answers are not known
+    assert not worst() <= bound(one)
+
+
+def test_sets_of_inputs_outgrow_the_cache():
+    one = cell()
+    nbytes = 8 * 2 * (4 * 70 * 8 + 2 * 70 * 16)
+    assert sets(one, nbytes) == 2
+    assert sets(one, nbytes + 1) == 3
+    assert sets(one, 100 * nbytes) == 32
+    assert sets(one, 10) == 1
+
+
+TIMES = {"ours": [2.0, 4.0, 2.0, 2.0, 2.0], "a": [3.0, 6.0, 3.0, 3.0, 2.9], "b": [2.2] * 5}
+
+
+def test_ratios_compare_times_of_the_same_round():
+    assert ratios(TIMES) == {"a": 1.5, "b": 1.1}
+    one = line(cell(), TIMES, {"c": "is not installed"})
+    assert (one["best"], one["ratio"], one["rounds"]) == ("b", 1.1, 5)
+    assert one["ours"] == {"ms": 2.0, "rate": round(cell().work / 2e9, 2), "spread": 1.0}
+    assert one["peers"]["b"]["spread"] == 0
+    alone = line(cell(), {"ours": [1.0] * 5}, {})
+    assert (alone["best"], alone["ratio"], alone["ratios"]) == (None, None, {})
+    failed = line(cell(), {}, {"ours": "NotImplementedError: no"})
+    assert (failed["ours"], failed["peers"], failed["ratio"]) == (None, {}, None)
+
+
+def entry(one, times=TIMES, digest="new", gpu="GPU A", **fields):
+    """A line as the results file has it."""
+    return json.loads(json.dumps(line(one, times, {}) | {
+        "gpu": gpu, "cuda_src": digest, "cuda": 13020, "cupy": "14", "torch": "2", "cudnn": 91900,
+        "driver_version": "580", "date": "2030-01-01", "commit": "abc"} | fields))
+
+
+def test_finished_cells_are_those_of_this_gpu_and_these_sources():
+    one, two = cell(), cell("backward")
+    lines = [entry(one), entry(two, digest="old"), entry(two, gpu="GPU B")]
+    assert finished(lines, "new", "GPU A") == {one.name}
+    assert finished(lines, "old", "GPU A") == {two.name}
+    assert finished([], "new", "GPU A") == set()
+
+
+def test_the_newest_line_of_a_cell_counts():
+    lines = [entry(cell(), commit="1"), entry(cell("backward")), entry(cell(), commit="2"),
+             entry(cell(), gpu="GPU B")]
+    assert [(x["gpu"], x["direction"], x["commit"]) for x in newest(lines)] == [
+        ("GPU A", "forward", "2"), ("GPU A", "backward", "abc"), ("GPU B", "forward", "abc")]
+
+
+def test_the_page_calls_what_is_stale_stale():
+    lines = [entry(one) for one in select(["16-bit"], ["n1024-d64"])]
+    digest = source.digest()[:16]
+    for one in lines:
+        one["cuda_src"] = digest
+    assert "stale" not in table(lines, digest).lower()
+    assert f"**Stale**: {len(lines)} of {len(lines)} cells" in table(lines, "0" * 16)
+    lines[3]["cuda_src"] = "0" * 16
+    assert f"**Stale**: 1 of {len(lines)} cells" in table(lines, digest)
+
+
+def test_the_page_has_means_minima_and_every_cell():
+    one, two = select(["16-bit"], ["forward-full-*d64-*bfloat16"], [1024, 4096])
+    slower = {**TIMES, "a": [1.0] * 5}
+    text = table([entry(two, slower), entry(one)], "new")
+    best = geometric_mean([1.1, 0.5])
+    assert f"| 16-bit | forward | bfloat16 | the best of a cell | 2 | {best:.2f} | 0.50 |" in text
+    rows = [row for row in text.splitlines() if row.startswith("| 64 | ")]
+    assert len(rows) == 2
+    assert f"| {one.length} |" in rows[0]       # in the order of the cells, not of the lines
+    assert f"| {two.length} |" in rows[1]
+    assert "0.50 |" in rows[1]
+    assert any("lowest 0.500" in text for text in summaries([entry(two, slower), entry(one)]))
+    failed = entry(one, {})
+    assert "| - |" in table([failed], "new")
+    assert table([], "new").startswith("# Speed on a GPU")
+
+
+def test_the_page_in_the_docs_is_that_of_the_committed_lines():
+    page, lines = ROOT / "docs/performance.md", ROOT / "bench/results/gpu_speed.jsonl"
+    if page.exists() or lines.exists():
+        found = [json.loads(text) for text in lines.read_text().splitlines()]
+        assert page.read_text() == table(found, source.digest()[:16]), (
+            "write it again: python bench/run.py --table > docs/performance.md")
+
+
+def test_reasons_are_short_and_belong_to_no_machine():
+    folder = "/".join(["", "home", "someone", "lib"])
+    assert reason(ValueError(f"no {folder}/x.py\nhere")) == "ValueError: no x.py here"
+    notes = [UserWarning("Flash attention kernel not used because: (Triggered internally at x)"),
+             UserWarning("d must be even (Triggered internally at x\n y)")]
+    assert reason(RuntimeError("no kernel"), notes) == "d must be even"
+    assert len(reason(ValueError("x" * 1000))) == 240
