@@ -3,10 +3,11 @@
     python bench/cpu.py --out bench/results/cpu.jsonl            # measure (needs torch)
     python bench/cpu.py --table bench/results/cpu.jsonl          # the table, from the file
 
-Each library lives in a process of its own, which sleeps while the other one works. A round is one
-untimed and one timed call of each, in turn: the untimed call outlasts the threads that OpenMP keeps
-spinning after the other process's call. The ratio of a cell is the median over rounds of
-torch's time / ours. Results are compared with each other before anything is timed.
+Each library lives in a process of its own, which sleeps while the other one works. A round is some
+20 ms of untimed and as many of timed calls of each, in turn (at least one call): the untimed ones
+outlast the threads that OpenMP keeps spinning for milliseconds after the other process's calls.
+The ratio of a cell is the median over rounds of torch's time / ours. Results are compared with each
+other before anything is timed.
 """
 
 import argparse
@@ -94,7 +95,8 @@ def serve(library, pipe):
             call = LIBRARIES[library](argument)
             pipe.send([np.asarray(x) for x in call()])
         else:
-            call()
+            for _ in range(argument):
+                call()
             start = time.perf_counter()
             for _ in range(argument):
                 call()

@@ -23,6 +23,7 @@ from .arrays import (
     on_device_of,
     take,
 )
+from .axes import four_axes
 from .problem import UNLIMITED, Mask, Operands, Problem, accumulator_of
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -106,24 +107,6 @@ def _describe(direction, arrays, options, wanted):
         if name in arrays:
             _check_lens(name, arrays[name], extent)
     return problem
-
-
-def four_axes(problem, operands):
-    """The operands with the axes that kernels know: (batch, head, row, column) of all, broadcast.
-
-    `lse` and `dlse` get three axes, slopes (batch, head).
-    """
-    full = (problem.batch, problem.heads_q, problem.Nq, problem.Nk)
-    shapes = {"mask": full, "bias": full, "slopes": full[:2]}
-    rows = ("q", "k", "v", "out", "dout", *_BUFFERS, "dbias")
-    axes = {**dict.fromkeys(rows, 4), "lse": 3, "dlse": 3}
-    given = {name: x for name, x in operands._asdict().items() if x is not None}
-    for name, x in given.items():
-        if name in shapes:
-            given[name] = np.broadcast_to(x, shapes[name])
-        elif name in axes and x.ndim < axes[name]:
-            given[name] = x.reshape((1,) * (axes[name] - x.ndim) + x.shape)
-    return Operands(**given)
 
 
 def _take_all(arrays, options):

@@ -20,6 +20,7 @@ LAYERS = (
     ("backends",),
     ("plan",),
     ("bind",),
+    ("axes",),
     ("arrays", "problem", "device", "merge", "reference", "_version"),
 )
 LEVEL = {part: len(LAYERS) - i for i, parts in enumerate(LAYERS) for part in parts}

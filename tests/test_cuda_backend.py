@@ -11,10 +11,11 @@ from fake_cupy import H200, fake, fake_empty
 
 import cupy_flash as cf
 from cupy_flash import arrays
+from cupy_flash.axes import four_axes
 from cupy_flash.backends.cuda import compile as compiled
 from cupy_flash.backends.cuda import launch, params, source
 from cupy_flash.backends.cuda.unit import ENTRIES, unit
-from cupy_flash.bind import Options, bind_backward, bind_forward, four_axes
+from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.plan import make_plan
 
 SOME = [case for case in CASES if case.dtype in ("bfloat16", "float64") or case.precision]

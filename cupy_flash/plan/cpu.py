@@ -10,8 +10,8 @@ MICRO_ROWS = 6
 FEW_ROWS = 4
 # 96 is a multiple of the vectors (16, 8) and of the micro-kernel's 6 rows; five tiles of it at
 # d = 128 stay in 512 KiB of L2. Few rows are bound by memory: what is done once per tile is done
-# less often, 17 % in all for one query of float32 at d = 64.
-KEYS, KEYS_FOR_FEW_ROWS = 96, 384
+# less often: 20 % in all for one query of float32 at d = 64. More keys leave L2 in float64.
+KEYS, KEYS_FOR_FEW_ROWS = 96, 1024
 SPLIT_KEYS = 1024  # a split below this costs more in merging than a second thread brings
 SMALL_FLOPS = 2e6  # below, waking a thread takes longer than the work
 
@@ -122,16 +122,11 @@ def plan_backward(problem, device, config):
 def forward_slab(problem, config):
     """Elements of scratch of a forward worker, tile for tile as `forward_tile` carves them."""
     p, Br, Bc = problem, config.Br, config.Bc + MICRO_ROWS
-    tiles = [
-        (Bc, p.d),
-        (Bc, p.d_v),
-        (Bc, Br),
-        (p.d, Br),
-        (FEW_ROWS, p.d),
-        (FEW_ROWS, config.Bc),
-        (Br + MICRO_ROWS, max(p.d, p.d_v)),
-        (5, Br),
-    ]
+    if config.in_place:
+        operands = [(FEW_ROWS, config.Bc), (FEW_ROWS, p.d)]
+    else:
+        operands = [(Bc, p.d), (Bc, p.d_v), (Bc, Br), (p.d, Br)]
+    tiles = [*operands, (Br + MICRO_ROWS, max(p.d, p.d_v)), (5, Br)]
     return sum(tile_elements(*tile, _itemsize(p)) for tile in tiles)
 
 
@@ -168,7 +163,19 @@ def _fit(problem, config):
     )
     few = problem.group * problem.Nq <= FEW_ROWS
     keys = config.Bc or (KEYS_FOR_FEW_ROWS if few else KEYS)
-    return replace(config, Br=min(config.Br, rows), Bc=keys, lazy=lazy)
+    in_place = few and _reads_in_place(problem)
+    return replace(config, Br=min(config.Br, rows), Bc=keys, lazy=lazy, in_place=in_place)
+
+
+def _reads_in_place(problem):
+    """Whether products with few rows, which memory bounds, can read K and V where they are.
+
+    That takes whole vectors of the accumulators' type, and no option but the range of visible keys.
+    """
+    p, lanes = problem, VECTOR_BYTES // _itemsize(problem)
+    plain = not (p.has_mask or p.has_alibi or p.bias_shape or p.softcap)
+    exact = p.dtype == p.accumulator and p.precision != "tf32"
+    return plain and exact and p.d % lanes == 0 and p.d_v % lanes == 0
 
 
 def _threads(problem, device, flops_per_product):

@@ -37,12 +37,15 @@ class CpuConfig:
         in float64 ln(2^30), the thresholds of the GPU kernels.
     round_P : bool
         Round P and dS to the input type before their products, as tensor cores must.
+    in_place : bool
+        Forward with few rows: K and V are read where they are. The planner decides.
     """
 
     Br: int = 96
     Bc: int | None = None
     lazy: float | None = None
     round_P: bool = False
+    in_place: bool = False
 
 
 @dataclass(frozen=True)

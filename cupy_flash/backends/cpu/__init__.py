@@ -8,20 +8,32 @@ from .backward import backward, reduce_chunks
 from .combine import combine
 from .dbias import dbias
 from .forward import forward
-from .params import pack
+from .params import Template
 
 KERNELS = {kernel.__name__: kernel for kernel in (forward, combine, backward, reduce_chunks, dbias)}
 _SLAB_ALIGNMENT = 64
+_MOST_TEMPLATES = 4096
+_templates = {}
 
 
 def run(plan, operands):
     """Run the launches of a plan; returns the operands with every result filled in."""
     operands = _with_results(plan, operands)
     buffers = {b.name: np.zeros(b.extent, b.dtype) for b in plan.workspace}
-    for launch in plan.launches:
-        params = pack(plan, launch, operands, buffers)
+    templates = _templates.get(plan) or _make_templates(plan, operands, buffers)
+    for launch, template in zip(plan.launches, templates, strict=True):
+        params = template.fill(operands, buffers)
         pool.run(KERNELS[launch.entry], params, _slabs(buffers["slab"], launch.threads))
     return operands
+
+
+def _make_templates(plan, operands, buffers):
+    """The structs of the plan's launches, from its first call."""
+    if len(_templates) >= _MOST_TEMPLATES:
+        _templates.clear()
+    made = tuple(Template(plan, launch, operands, buffers) for launch in plan.launches)
+    _templates[plan] = made
+    return made
 
 
 def _with_results(plan, operands):

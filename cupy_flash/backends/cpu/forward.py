@@ -6,10 +6,9 @@ import numpy as np
 from numba import carray
 from numpy.lib.stride_tricks import as_strided
 
-from .dtypes import FLOAT32, FLOAT64, ROUND_NOT
 from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import hide_row_by_range, key_range, open_rows
-from .micro_kernel import FEW_ROWS, MICRO_ROWS, VECTOR_BYTES, few_products, few_scores, matmul
+from .micro_kernel import FEW_ROWS, MICRO_ROWS, few_products, few_scores, matmul
 from .scores import finish_scores
 from .softmax import scale_rows, softmax_row_step, softmax_step
 from .tiles import (
@@ -22,20 +21,23 @@ from .tiles import (
     transpose_tile,
 )
 
-# Scratch of one worker. S: [key, query]; q_t: [d, query]; acc: [query, d_v]; for few rows
-# s: [query, key] and q: [query, d]; the rest: [query].
+# Scratch of one worker. S: [key, query]; q_t: [d, query]; acc: [query, d_v]; the rest: [query].
+# Where K and V are read in place, s: [query, key] and q: [query, d] stand for k, v, S and q_t.
 Tiles = namedtuple("Tiles", "k v S s q_t q acc m l alpha m_ref part")
 
 
 @tile_function
 def carve_tiles(slab, p):
     """All tiles of a worker."""
-    start, few, states = np.int64(0), np.int64(FEW_ROWS), np.int64(5)  # no literals: see load_keys
-    k, end = carve(slab, start, p.Bc + MICRO_ROWS, p.d)
-    v, end = carve(slab, end, p.Bc + MICRO_ROWS, p.d_v)
-    S, end = carve(slab, end, p.Bc + MICRO_ROWS, p.Br)
+    start, states = np.int64(0), np.int64(5)  # no literals: see load_keys
+    few = FEW_ROWS if p.in_place else 0
+    keys = 0 if p.in_place else p.Bc + MICRO_ROWS
+    d = 0 if p.in_place else p.d
+    k, end = carve(slab, start, keys, p.d)
+    v, end = carve(slab, end, keys, p.d_v)
+    S, end = carve(slab, end, keys, p.Br)
+    q_t, end = carve(slab, end, d, p.Br)
     s, end = carve(slab, end, few, p.Bc)
-    q_t, end = carve(slab, end, p.d, p.Br)
     q, end = carve(slab, end, few, p.d)
     acc, end = carve(slab, end, p.Br + MICRO_ROWS, max(p.d, p.d_v))
     state, end = carve(slab, end, states, p.Br)
@@ -63,8 +65,7 @@ def forward(params, slab, tasks):
 def forward_tile(p, t, b, head_k, row0, split):
     """The packed rows row0 ... row0 + Br of one key head, over the keys of one split."""
     rows = open_rows(p, b, head_k * p.group, p.group, row0, t.S)
-    in_place = reads_in_place(p, rows, t.S)
-    load_queries(p, t, rows, in_place)
+    load_queries(p, t, rows)
     k_base = p.k.address + b * p.k.b + head_k * p.k.h
     v_base = p.v.address + b * p.v.b + head_k * p.v.h
     first, last = key_range(rows)
@@ -72,7 +73,7 @@ def forward_tile(p, t, b, head_k, row0, split):
     last = min(last, (split + 1) * p.split_keys)
     for key0 in range(first, last, p.Bc):
         keys = min(p.Bc, last - key0)
-        if in_place:
+        if p.in_place:
             few_rows_step(p, t, rows, k_base, v_base, key0, keys)
             continue
         load_keys(t.k, p.k, k_base, key0, keys, p.d)
@@ -90,13 +91,13 @@ def forward_tile(p, t, b, head_k, row0, split):
 
 
 @tile_function
-def load_queries(p, t, rows, in_place):
+def load_queries(p, t, rows):
     """q_t (or q, if K is read in place) with the scale folded in; acc, m and l as they start."""
     base = p.q.address + rows.b * p.q.b + rows.head0 * p.q.h
     load_tile(t.acc, p.q, base, rows.row0, rows.rows, p.d, p.group)
     round_tile(t.acc, rows.rows, p.d, p.round_inputs)
     scale = t.acc.dtype.type(p.scale)
-    if in_place:
+    if p.in_place:
         for r in range(rows.rows):
             for c in range(p.d):
                 t.q[r, c] = t.acc[r, c] * scale
@@ -105,21 +106,6 @@ def load_queries(p, t, rows, in_place):
     t.acc[:] = 0
     t.m[:] = -np.inf
     t.l[:] = 0
-
-
-@tile_function
-def reads_in_place(p, rows, like):
-    """Whether the products are bound by memory, and can read K and V where they are.
-
-    That takes few rows, whole vectors of the accumulators' type, and no option but the range of
-    visible keys.
-    """
-    lanes = VECTOR_BYTES // like.itemsize
-    kind = FLOAT64 if like.itemsize == 8 else FLOAT32
-    readable = p.k.kind == kind and p.d % lanes == 0 and p.d_v % lanes == 0
-    rounded = p.round_inputs != ROUND_NOT or p.round_P != ROUND_NOT
-    plain = p.softcap == 0 and p.slopes.address == 0 and p.mask.address == 0 and p.bias.address == 0
-    return rows.rows <= FEW_ROWS and readable and plain and not rounded
 
 
 @tile_function

@@ -23,9 +23,6 @@ MICRO_ROWS = 6
 # Terms that are added in one chain before the sum moves to a total: a chain over d = 256 would have
 # five times the rounding error of a BLAS product.
 CHAIN = 16
-# Bytes that the products of few rows, bound by memory, ask for in advance: 6 % faster than what
-# the hardware does alone, which stops at each 4 KiB page.
-AHEAD = 16384
 
 
 def _pointer(builder, base, offset, kind):
@@ -72,15 +69,6 @@ def _accumulate(builder, cell, a, b):
     name = f"llvm.fma.v{kind.count}f{8 * VECTOR_BYTES // kind.count}"
     fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
     builder.store(builder.call(fma, [a, b, builder.load(cell)]), cell)
-
-
-def _prefetch(builder, base, offset):
-    """Ask for the line at base + offset bytes, into L2; no address can fault."""
-    flag = ir.IntType(32)
-    line = _pointer(builder, base, offset, ir.IntType(8))
-    kind = ir.FunctionType(ir.VoidType(), [line.type, flag, flag, flag])
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(prefetch, [line, flag(0), flag(2), flag(1)])
 
 
 def _make_micro_kernel(rows, vectors):
@@ -133,9 +121,6 @@ def _emit_product(context, builder, signature, args, rows, vectors):
             k = builder.add(start, loop.index)
             b_row, a_column = builder.mul(k, B.row), builder.mul(k, A.column)
             b_vectors = [_load(builder, B, builder.add(b_row, n)) for n in columns]
-            if rows == 1:
-                for n in columns:
-                    _prefetch(builder, B.data, builder.add(builder.add(b_row, n), index(AHEAD)))
             for r, a_row in enumerate(a_rows):
                 x = builder.load(_pointer(builder, a_row, a_column, C.scalar))
                 a_vector = _broadcast(builder, x, vector)
@@ -178,7 +163,6 @@ def _emit_dots(context, builder, signature, args, keys):
         for line, cell in zip(lines, acc, strict=True):
             k_at = builder.add(builder.mul(line, K.row), column)
             _accumulate(builder, cell, _load(builder, K, k_at), q_vector)
-            _prefetch(builder, K.data, builder.add(k_at, index(AHEAD)))
     for line, cell in zip(lines, acc, strict=True):
         # `reassoc` lets LLVM add the lanes as a tree; the order is fixed all the same.
         zero = ir.Constant(S.scalar, 0)

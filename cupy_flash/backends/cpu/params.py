@@ -1,8 +1,10 @@
-"""The parameter structs of the CPU kernels, one NumPy structured scalar a launch.
+"""The parameter structs of the CPU kernels, one NumPy structured array of size one a launch.
 
 A tensor is its address, its strides in bytes (batch, head, row, column) and its element type; the
 kernels so take any layout without being compiled anew. The rows of a mask or bias are queries, its
 columns keys, and a stride of 0 is a broadcast axis. Address 0: the operand is absent.
+
+`pack` makes the struct of a launch from scratch. A `Template` keeps it for the calls that follow.
 """
 
 import numpy as np
@@ -17,7 +19,7 @@ _COMMON = [
     *((name, "i8") for name in ("q_lens", "kv_lens")),  # addresses of int32 [batch]
     *((name, "i8") for name in ("batch", "heads_q", "heads_k", "group", "Nq", "Nk", "d", "d_v")),
     *((name, "i8") for name in ("aligned", "q_offset", "left", "right")),
-    *((name, "i8") for name in ("Br", "Bc", "round_inputs", "round_P")),
+    *((name, "i8") for name in ("Br", "Bc", "in_place", "round_inputs", "round_P")),
     *((name, "f8") for name in ("scale", "softcap", "lazy")),  # softcap 0: off
 ]
 
@@ -51,6 +53,31 @@ def pack(plan, launch, operands, buffers):
     return np.array([tuple(values[name] for name in dtype.names)], dtype)
 
 
+class Template:
+    """The struct of a launch, of which a call changes nothing but addresses.
+
+    It is made from the first call's arrays: calls with the same plan have the same layouts.
+    """
+
+    def __init__(self, plan, launch, operands, buffers):
+        packed = pack(plan, launch, operands, buffers)
+        fields = packed.dtype.fields
+        self._dtype = packed.dtype
+        self._words = packed.view(np.int64)         # every field has 8 bytes
+        self._operands = [(i, fields[name][1] // 8) for i, name in enumerate(operands._fields)
+                          if operands[i] is not None]
+        self._buffers = [(name, fields[name][1] // 8) for name in buffers if name in fields]
+
+    def fill(self, operands, buffers):
+        """The struct of a call."""
+        words = self._words.copy()
+        for i, place in self._operands:
+            words[place] = _address(operands[i])
+        for name, place in self._buffers:
+            words[place] = _address(buffers[name])
+        return words.view(self._dtype)
+
+
 def _common(problem, config, operands):
     p, mask = problem, problem.mask
     return {
@@ -75,6 +102,7 @@ def _common(problem, config, operands):
         "right": mask.right,
         "Br": config.Br,
         "Bc": config.Bc,
+        "in_place": config.in_place,
         "round_inputs": ROUND_TF32 if p.precision == "tf32" else ROUND_NOT,
         "round_P": _round_P(p, config),
         "scale": p.scale,

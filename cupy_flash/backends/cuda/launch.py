@@ -11,7 +11,7 @@ import numpy as np
 from cupy.cuda.device import get_device_id
 
 from ...arrays import memory_order
-from ...bind import four_axes
+from ...axes import four_axes
 from .compile import launches
 from .params import Template
 

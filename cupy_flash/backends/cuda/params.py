@@ -52,7 +52,7 @@ def pack(plan, launch, operands, addresses):
     plan : Plan
     launch : Launch
     operands : Operands
-        Arrays with the axes of `bind.four_axes`, results included.
+        Arrays with the axes of `axes.four_axes`, results included.
     addresses : dict of str to int
         Where the plan's workspace lies, by the buffers' names.
 
