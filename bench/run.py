@@ -83,21 +83,43 @@ def run(options, results):
     clock, lines = speed_clock.Clock(options.rounds, options.milliseconds), []
     with speed_clock.Monitor() as monitor:
         for cell, data in with_data(cells, options.seconds):
-            begin = time.perf_counter()
-            able, missing = peers.sides(cell, data)
-            times, paces = clock.compare(able)
-            fields = line(cell, times, missing)
-            for name, found in {"ours": fields["ours"], **fields["peers"]}.items():
-                if found:
-                    found |= {"errors": able[name].errors, "calls": paces[name].calls,
-                              "clock": "host" if able[name].wait else "events"}
-            fields |= {"kernels": [name for name, _ in kernels[cell]], **peers.versions(),
-                       "driver_version": monitor.driver, "machine": monitor.since(begin)}
+            fields = measured(cell, data, clock, monitor) | peers.versions()
+            del data            # or the next inputs come while these are there
+            fields["kernels"] = [name for name, _ in kernels[cell]]
             results.add(**fields)
             lines.append(fields)
             say(f"{time.perf_counter() - START:5.1f} s  {shown(fields)}")
+            if fields["missing"] and not usable():
+                say("the GPU's context is lost; start again to go on with the next cell")
+                break
     say("\n".join(summaries(lines)))
     return int(any(fields["ours"] is None for fields in lines))
+
+
+def measured(cell, data, clock, monitor):
+    """The line of a cell, without what is the same for all."""
+    import peers
+
+    begin = time.perf_counter()
+    able, missing = peers.sides(cell, data)
+    times, paces, failed = clock.compare(able)
+    fields = line(cell, times, missing | failed)
+    for name, found in {"ours": fields["ours"], **fields["peers"]}.items():
+        if found:
+            found |= {"errors": able[name].errors, "calls": paces[name].calls,
+                      "clock": "host" if able[name].wait else "events"}
+    return fields | {"driver_version": monitor.driver, "machine": monitor.since(begin)}
+
+
+def usable():
+    """Whether the GPU still answers this process: after a wrong access it does not."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def kernels_of(cell):
@@ -139,7 +161,12 @@ def with_data(cells, seconds):
             gc.collect()
             torch.cuda.empty_cache()
             cupy.get_default_memory_pool().free_all_blocks()
-            problem, data = cell.problem, speed_data.make(cell)
+            try:
+                problem, data = cell.problem, speed_data.make(cell)
+            except Exception as error:      # a GPU with less memory; the cell stays unfinished
+                say(f"{cell.name}: no inputs, {reason(error)}")
+                problem = None
+                continue
         yield cell, data
 
 

@@ -13,6 +13,7 @@ from statistics import median
 
 import cupy as cp
 import torch
+from speed_lines import reason
 
 MOST_CALLS = 400
 MOST_HELD = 100             # calls behind the waiting kernel: a stream takes about 1,000 launches
@@ -47,21 +48,26 @@ class Clock:
         self._start, self._end = cp.cuda.Event(), cp.cuda.Event()
 
     def compare(self, sides):
-        """ms per call of each round, by the sides' names, and the sides' paces.
+        """ms per call of each round, the sides' paces, and reasons of those that failed, by name.
 
         Every second round goes through the sides backwards, lest one always follows the same other.
         """
-        paces = {name: self._pace(side) for name, side in sides.items()}
-        times = {name: [] for name in sides}
+        paces, failed = {}, {}
+        for name, side in sides.items():
+            try:
+                paces[name] = self._pace(side)
+            except Exception as error:      # out of memory, say, once there are many calls
+                failed[name] = reason(error)
+        times = {name: [] for name in paces}
         gc.collect()
         gc.disable()
         try:
             for i in range(self._rounds):
-                for name in list(sides)[::-1 if i % 2 else 1]:
+                for name in list(paces)[::-1 if i % 2 else 1]:
                     times[name].append(self._round(sides[name], paces[name]))
         finally:
             gc.enable()
-        return times, paces
+        return times, paces, failed
 
     def _pace(self, side):
         """Look how long a call takes, on the GPU and on the host."""
