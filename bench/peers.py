@@ -7,6 +7,7 @@ own.
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -56,6 +57,8 @@ def sides(cell, data):
             warnings.simplefilter("always")
             try:
                 able[name] = _checked(cell, data, make(cell, data))
+            except CannotError as error:
+                missing[name] = str(error)
             except Exception as error:          # whatever a peer raises, the others go on
                 missing[name] = reason(error, [note.message for note in notes])
         if not able:
@@ -213,6 +216,7 @@ PEERS = {"bfloat16": _SIXTEEN_BIT, "float16": _SIXTEEN_BIT, "float64": _MATH,
          "float32": {"efficient": _sdpa(SDPBackend.EFFICIENT_ATTENTION), **_MATH}}
 
 
+@cache
 def versions():
     """Of the libraries that peers come from."""
     found = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}

@@ -15,6 +15,7 @@ time / ours, above 1 if ours is faster.
 """
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -79,6 +80,8 @@ def run(options, results):
     with compiling(units, len(os.sched_getaffinity(0))):
         import peers  # takes seconds, like the kernels
         import speed_clock
+    gc.collect()
+    gc.freeze()                 # what is there now stays: a later collection is quick
     say(f"ready after {time.perf_counter() - START:.0f} s")
     clock, lines = speed_clock.Clock(options.rounds, options.milliseconds), []
     with speed_clock.Monitor() as monitor:
@@ -102,13 +105,17 @@ def measured(cell, data, clock, monitor):
 
     begin = time.perf_counter()
     able, missing = peers.sides(cell, data)
+    checked = time.perf_counter()
     times, paces, failed = clock.compare(able)
     fields = line(cell, times, missing | failed)
     for name, found in {"ours": fields["ours"], **fields["peers"]}.items():
         if found:
             found |= {"errors": able[name].errors, "calls": paces[name].calls,
                       "clock": "host" if able[name].wait else "events"}
-    return fields | {"driver_version": monitor.driver, "machine": monitor.since(begin)}
+    spent = {"checking": round(checked - begin, 2),
+             "timing": round(time.perf_counter() - checked, 2)}
+    return fields | {"seconds": spent, "driver_version": monitor.driver,
+                     "machine": monitor.since(checked)}
 
 
 def usable():
@@ -145,8 +152,6 @@ def kernels_of(cell):
 
 def with_data(cells, seconds):
     """Cells with their inputs until the time is up; cells of one problem share them."""
-    import gc
-
     import cupy
     import speed_data
     import torch
@@ -175,7 +180,10 @@ def shown(fields):
     sides = {"ours": fields["ours"], **fields["peers"]}
     rates = "  ".join(f"{name} {side['rate']:.1f} ±{50 * side['spread']:.0f}%"
                       for name, side in sides.items() if side)
-    ratio = f"  ratio {fields['ratio']:.3f} to {fields['best']}" if fields["ratio"] else ""
+    ratio = ""
+    if fields["ratio"]:
+        low, high = fields["ratio_range"]
+        ratio = f"  ratio {fields['ratio']:.3f} ({low:.3f} to {high:.3f}) to {fields['best']}"
     words = "; ".join(f"{name}: {why}" for name, why in fields["missing"].items()
                       if "not installed" not in why)
     return f"{fields['cell']}  {rates}{ratio}{f'  [{words}]' if words else ''}"

@@ -120,7 +120,7 @@ def _calls(wanted, most):
 
 
 class Monitor:
-    """Clock, power and temperature of the GPU, asked of nvidia-smi five times a second."""
+    """Clock, power and temperature of the GPU, asked of nvidia-smi ten times a second."""
 
     FIELDS = ("clocks.sm", "power.draw", "temperature.gpu", "driver_version")
     NAMES = ("sm_mhz", "watts", "celsius")
@@ -129,7 +129,7 @@ class Monitor:
         self._seen, self.driver = [], None
         number = torch.cuda.get_device_properties(0).uuid
         command = ["nvidia-smi", f"--id=GPU-{number}", f"--query-gpu={','.join(self.FIELDS)}",
-                   "--format=csv,noheader,nounits", "--loop-ms=200"]
+                   "--format=csv,noheader,nounits", "--loop-ms=100"]
         try:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         except FileNotFoundError:

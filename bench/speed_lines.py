@@ -10,15 +10,16 @@ def side(times, work, unit):
     middle = median(times)
     scale = {"TFLOP/s": 1e9, "GB/s": 1e6}[unit]
     return {"ms": round(middle, 6), "rate": round(work / middle / scale, 2),
-            "spread": round((max(times) - min(times)) / middle, 4)}
+            "spread": round((max(times) - min(times)) / middle, 4),
+            "times": [round(taken, 6) for taken in times]}
 
 
 def ratios(times):
-    """Of each peer: the median over the rounds of peer's time / ours, above 1 if ours is faster.
+    """Of each peer and round: peer's time / ours, above 1 if ours is faster.
 
     Both are times of one round, so that a clock which changes from round to round cancels.
     """
-    return {name: round(median(b / a for a, b in zip(times["ours"], taken, strict=True)), 4)
+    return {name: [b / a for a, b in zip(times["ours"], taken, strict=True)]
             for name, taken in times.items() if name != "ours"}
 
 
@@ -29,13 +30,15 @@ def line(cell, times, missing):
     """
     found = {name: side(taken, cell.work, cell.unit) for name, taken in times.items()}
     ours = found.pop("ours", None)
-    against = ratios(times) if ours else {}
+    rounds = ratios(times) if ours else {}
+    against = {name: round(median(values), 4) for name, values in rounds.items()}
     best = min(against, key=against.get, default=None)
     return {"family": cell.family, "cell": cell.name, "direction": cell.direction,
             "kind": cell.kind, "mask": cell.mask, "length": cell.length, "width": cell.width,
             "B": cell.B, "heads": cell.heads, "unit": cell.unit,
             "rounds": max(map(len, times.values()), default=0), "ours": ours, "peers": found,
-            "missing": missing, "ratios": against, "best": best, "ratio": against.get(best)}
+            "missing": missing, "ratios": against, "best": best, "ratio": against.get(best),
+            "ratio_range": [round(end(rounds[best]), 4) for end in (min, max)] if best else None}
 
 
 def finished(lines, digest, gpu):
@@ -60,6 +63,6 @@ def reason(error, notes=()):
     """
     texts = [re.sub(r"\s*\(Triggered internally.*", "", str(note), flags=re.DOTALL)
              for note in notes]
-    texts = [text for text in texts if "not used because" not in text]
+    texts = [text for text in texts if not re.search("not used because|runtime disabled", text)]
     text = " ".join(dict.fromkeys(texts)) or f"{type(error).__name__}: {error}"
     return re.sub(r"/(?:[\w.+-]+/)+", "", " ".join(text.split()))[:240]

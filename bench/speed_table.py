@@ -14,8 +14,9 @@ HEAD = """\
 Calls are queued on one stream between two events, ours and the others' in turn, and the ratio is
 the median over {rounds} or more rounds of the other's time / ours: **above 1 ours is faster**. All
 results were compared with float64 at these shapes before. Half the spread of the rounds follows
-"±". Flops are those of two matrix products in the forward pass and five in the backward pass, of
-what the mask leaves. cuDNN, FlashAttention-2, memory-efficient and math are the backends of torch's
+"±"; in brackets are the least and the largest ratio of a round. Flops are those of two matrix
+products in the forward pass and five in the backward pass, of what the mask leaves. cuDNN,
+FlashAttention-2, memory-efficient and math are the backends of torch's
 `scaled_dot_product_attention`; FlashAttention-3 is the package flash_attn3_jax, timed by the host's
 clock; "-" means that it is not installed or cannot do this.
 
@@ -99,7 +100,7 @@ def _details(group, rows):
     for one in rows:
         fields = [one["width"], one["mask"], one["length"], one["B"], one["heads"],
                   _rate(one["ours"]), *(_rate(one["peers"].get(name)) for name in peers),
-                  f"{one['ratio']:.2f}" if one["ratio"] else "-"]
+                  _ratio(one)]
         text.append("| " + " | ".join(map(str, fields)) + " |")
     return text
 
@@ -107,3 +108,11 @@ def _details(group, rows):
 def _rate(side):
     """Rate and half its spread."""
     return f"{side['rate']:.0f} ±{50 * side['spread']:.0f} %" if side else "-"
+
+
+def _ratio(one):
+    """Ratio to the best peer, and its range over the rounds."""
+    if not one["ratio"]:
+        return "-"
+    low, high = one["ratio_range"]
+    return f"{one['ratio']:.2f} ({low:.2f} to {high:.2f})"
