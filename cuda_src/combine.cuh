@@ -42,7 +42,9 @@ CF_DEVICE void combine(const ForwardParams& p) {
       }
       store(out + c * p.out.c, p.out.kind, total * inverse);
     }
-    if (lane == 0) at<T>(p.lse.address + b * p.lse.b + head * p.lse.h + i * p.lse.n) = m + log(l);
+    if (lane == 0 && p.lse.address != 0) {
+      at<T>(p.lse.address + b * p.lse.b + head * p.lse.h + i * p.lse.n) = m + log(l);
+    }
   }
 }
 

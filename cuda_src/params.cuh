@@ -24,7 +24,7 @@ struct Params {
   Tensor k;                          // [batch, heads_k, Nk, d]
   Tensor v;                          // [batch, heads_k, Nk, d_v]
   Tensor out;                        // [batch, heads_q, Nq, d_v]
-  Tensor lse;                        // [batch, heads_q, Nq], of the accumulators' type
+  Tensor lse;                        // [batch, heads_q, Nq], of the accumulators' type, or absent
   Tensor mask, bias;                 // [batch, heads_q, Nq, Nk]
   Tensor slopes;                     // [batch, heads_q]
   uint64 q_lens, kv_lens;            // addresses of int32 [batch]; 0: all lengths are Nq and Nk

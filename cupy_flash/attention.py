@@ -117,9 +117,9 @@ def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, 
     """
     options = Options(scale, causal, q_offset, window, mask, bias, softcap, alibi_slopes, q_lens,
                       kv_lens, precision)
-    problem, operands = bind_forward(q, k, v, options, out, out_dtype)
+    problem, operands = bind_forward(q, k, v, options, out, out_dtype, bool(return_lse))
     results = _run("forward", problem, operands)
-    ndim = problem.axes_of("q")
+    ndim = problem.axes["q"]
     out = _leading(results.out, ndim) if out is None else out
     return (out, _leading(results.lse, ndim - 1)) if return_lse else out
 
@@ -170,13 +170,13 @@ def attention_backward(dout, q, k, v, out, lse, *, dlse=None, deterministic=Fals
         grad_dtype=grad_dtype, dq=dq, dk=dk, dv=dv,
     )
     results = _run("backward", problem, operands)
-    given = {"dq": dq, "dk": dk, "dv": dv}
-    computed = {name: _leading(getattr(results, name), problem.axes_of(name[1]))
-                if x is None else x for name, x in given.items()}
-    dbias = results.dbias
-    if dbias is not None:
-        dbias = _leading(dbias, problem.axes_of("bias"))
-    return Gradients(**computed, dbias=dbias)
+    ndim, dbias = problem.axes["q"], results.dbias
+    return Gradients(
+        _leading(results.dq, ndim) if dq is None else dq,
+        _leading(results.dk, ndim) if dk is None else dk,
+        _leading(results.dv, ndim) if dv is None else dv,
+        None if dbias is None else _leading(dbias, problem.axes["bias"]),
+    )
 
 
 def attention_vjp(q, k, v, *, return_lse=False, deterministic=False, grad_dtype=None, **options):

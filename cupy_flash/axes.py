@@ -32,4 +32,4 @@ def four_axes(problem, operands):
 def _complete(problem):
     """Whether the arrays of a call have these axes as they are."""
     broadcast = problem.has_mask or problem.has_alibi or problem.bias_shape
-    return problem.axes_of("q") == 4 and not broadcast
+    return problem.axes["q"] == 4 and not broadcast

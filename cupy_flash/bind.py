@@ -48,7 +48,7 @@ class Options(NamedTuple):
     precision: str | None = None
 
 
-def bind_forward(q, k, v, options, out=None, out_dtype=None):
+def bind_forward(q, k, v, options, out=None, out_dtype=None, returns_lse=True):
     """Problem and operands of a forward call.
 
     Returns
@@ -59,7 +59,7 @@ def bind_forward(q, k, v, options, out=None, out_dtype=None):
     arrays = {"q": q, "k": k, "v": v}
     if out is not None:
         arrays["out"] = out
-    return _bind("forward", arrays, options, ("out_dtype", out_dtype))
+    return _bind("forward", arrays, options, ("out_dtype", out_dtype), returns_lse)
 
 
 def describe(q, k, v, options):
@@ -73,15 +73,16 @@ def bind_backward(dout, q, k, v, out, lse, options, *, dlse=None, deterministic=
     """Problem and operands of a backward call; see `bind_forward`."""
     _check_flag("deterministic", deterministic)
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-    optional = {"dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
-    arrays |= {name: x for name, x in optional.items() if x is not None}
+    for name, x in (("dlse", dlse), ("dq", dq), ("dk", dk), ("dv", dv)):
+        if x is not None:
+            arrays[name] = x
     return _bind("backward", arrays, options, ("grad_dtype", grad_dtype))
 
 
-def _bind(direction, arrays, options, wanted):
+def _bind(direction, arrays, options, wanted, returns_lse=False):
     """Both passes; `wanted` is the argument that names the results' dtype, and its value."""
     arrays = _take_all(arrays, options)
-    problem = _describe(direction, arrays, options, wanted)
+    problem = _describe(direction, arrays, options, wanted, returns_lse)
     for name in _BUFFERS if direction == "backward" else ("out",):
         if name in arrays:
             check_buffer(name, arrays[name], {o: x for o, x in arrays.items() if o != name})
@@ -100,9 +101,10 @@ def _bind(direction, arrays, options, wanted):
     return problem, operands        # the CUDA backend makes such views once for a problem
 
 
-def _describe(direction, arrays, options, wanted):
+def _describe(direction, arrays, options, wanted, returns_lse=False):
     """The problem, made or remembered; lengths in CPU memory are looked at."""
-    problem = _problem(direction, layouts(arrays), *_numbers(options), *_result_dtype(*wanted))
+    problem = _problem(direction, layouts(arrays), *_numbers(options), *_result_dtype(*wanted),
+                       returns_lse)
     for name, extent in (("q_lens", problem.Nq), ("kv_lens", problem.Nk)):
         if name in arrays:
             _check_lens(name, arrays[name], extent)
@@ -137,7 +139,7 @@ def _numbers(options):
 
 @lru_cache(maxsize=4096)
 def _problem(direction, arrays, scale, softcap, left, right, q_offset, precision, wanted_name,
-             wanted):
+             wanted, returns_lse):
     """The `Problem` of a call, after every check that needs no element and no address."""
     named = {name: Layout(*fields) for name, *fields in arrays}
     q, k, v = (named[name] for name in "qkv")
@@ -170,7 +172,7 @@ def _problem(direction, arrays, scale, softcap, left, right, q_offset, precision
         bias_shape=None if bias is None else (1,) * (4 - bias.ndim) + bias.shape,
         dbias_dtype=None if bias is None else (bias.dtype if wanted is None else dtype).name,
         copied=tuple(name for name in _dense_operands(direction) if not named[name].dense),
-        has_alibi="alibi_slopes" in named, layouts=arrays, **{
+        has_alibi="alibi_slopes" in named, returns_lse=returns_lse, layouts=arrays, **{
             f"has_{name}": name in named for name in ("mask", "q_lens", "kv_lens", "dlse")},
     )
 

@@ -1,6 +1,7 @@
 """What is asked, without the arrays: a frozen, hashable description that plans are made from."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 UNLIMITED = 2**40       # a window side without a bound; also the largest |q_offset|
@@ -67,6 +68,8 @@ class Problem:
         Name of the element type of dbias.
     has_mask, has_alibi, has_q_lens, has_kv_lens, has_dlse : bool
         Which optional arrays are given.
+    returns_lse : bool
+        Forward: whether the log-sum-exp is a result.
     copied : tuple of str
         Inputs whose last axis had no unit stride: the kernels read a copy of them.
     layouts : tuple
@@ -94,12 +97,14 @@ class Problem:
     has_q_lens: bool = False
     has_kv_lens: bool = False
     has_dlse: bool = False
+    returns_lse: bool = True
     copied: tuple[str, ...] = ()
     layouts: tuple = ()
 
-    def axes_of(self, name):
-        """How many axes an array of the call has."""
-        return next(len(shape) for given, shape, *_ in self.layouts if given == name)
+    @cached_property
+    def axes(self):
+        """How many axes each array of the call has, by its name."""
+        return {name: len(shape) for name, shape, *_ in self.layouts}
 
     @property
     def group(self):

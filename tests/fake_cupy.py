@@ -25,9 +25,9 @@ def fake(x, device=0):
                         strides=x.strides)
 
 
-def fake_empty(shape, dtype=float):
-    """`cupy.empty` in host memory."""
-    return fake(np.empty(shape, dtype))
+def fake_alloc(nbytes):
+    """`cupy.cuda.alloc` in host memory."""
+    return fake(np.empty(nbytes, np.uint8)).data
 
 
 class Launches(list):
@@ -51,11 +51,11 @@ def pretended_gpu(monkeypatch):
             records.append((name, grid, block, struct.copy().view(PARAMS[direction])[0], shared))
         return run
 
-    monkeypatch.setattr(cupy, "empty", fake_empty)
+    monkeypatch.setattr(cupy.cuda, "alloc", fake_alloc)
     monkeypatch.setattr(launch, "get_device_id", lambda: 0)
     monkeypatch.setattr(device, "gpu", lambda number: H200)
     monkeypatch.setattr(compiled, "_function", function)
     compiled.launches.cache_clear()
     yield records
     compiled.launches.cache_clear()
-    launch._templates.clear()
+    launch._kept.clear()

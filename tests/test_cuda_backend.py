@@ -7,7 +7,7 @@ import cupy
 import numpy as np
 import pytest
 from cases import CASES, inputs
-from fake_cupy import H200, fake, fake_empty
+from fake_cupy import H200, fake
 
 import cupy_flash as cf
 from cupy_flash import arrays
@@ -109,19 +109,27 @@ def test_a_struct_follows_its_arrays(launches):
             x.data.ptr for x in (q, k, v, out)]
 
 
+def test_an_lse_that_nobody_asked_for_is_not_allocated(launches):
+    x = fake(np.zeros((2, 3, 5, 16), np.float16))
+    cf.attention(x, x, x)
+    assert launches[-1][3]["lse"]["address"] == 0
+    _, lse = cf.attention(x, x, x, return_lse=True)
+    assert launches[-1][3]["lse"]["address"] == lse.data.ptr
+
+
 def test_a_struct_is_a_call_s_own(launches):
     """Two threads may fill the structs of one plan at once."""
     x, y = (fake(np.zeros((2, 3, 5, 16), np.float16)) for _ in "xy")
     cf.attention(x, x, x)
-    (template,) = launch._templates.values()
+    ((_, template),) = launch._kept.values()
     _, operands = bind_forward(x, x, x, Options())
-    operands = operands._replace(out=x, lse=x)
-    one = template.fill(operands, {})
+    operands = operands._replace(out=x)
+    one = template.fill(operands, 0)
     before = one.copy()
-    template.fill(operands._replace(q=y), {})
+    template.fill(operands._replace(q=y), 0)
     template.set_tasks(one, 77)
     assert (one != before).sum() == 1
-    assert (template.fill(operands, {}) == before).all()
+    assert (template.fill(operands, 0) == before).all()
 
 
 @pytest.mark.parametrize("offset, width", [(0, 16), (1, 2), (2, 4), (4, 8), (8, 16), (12, 8)])
@@ -320,8 +328,7 @@ def test_the_arrays_device_is_entered(launches, monkeypatch):
         def __exit__(self, *_):
             entered.append("left")
 
-    monkeypatch.setattr(launch, "cupy", SimpleNamespace(
-        empty=fake_empty, cuda=SimpleNamespace(Device=Device)))
+    monkeypatch.setattr(launch, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=Device)))
     monkeypatch.setattr(launch, "get_device_id", lambda: 3)
     x = fake(np.zeros((5, 16), np.float32))
     cf.attention(x, x, x)

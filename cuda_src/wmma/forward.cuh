@@ -56,11 +56,10 @@ struct ForwardTiles {
 // S: q.k -> scores, for the keys key0 ... of this tile.
 template <typename Config>
 CF_DEVICE void score_tile(const ForwardTiles<Config>& t, const Params& p, const Rows& rows,
-                          int64 key0, int64 last) {
+                          int64 key0) {
   using T = accumulator<typename Config::element>;
   for (int r = Own<Config>::row(); r < Config::Br; r += Own<Config>::row_step) {
-    ScoreRow<T> row = open_score_row<Config, T>(p, rows, r, t.ranges[r]);
-    row.end = min(row.end, int(last));                  // from there on keys are another split's
+    const ScoreRow<T> row = open_score_row<Config, T>(p, rows, r, t.ranges[r]);
     T* line = t.S + r * pitch<T>(Config::Bc);
     for (int j = Own<Config>::column(); j < Config::Bc; j += Own<Config>::lanes) {
       T slope;
@@ -104,7 +103,7 @@ CF_DEVICE void finish_rows(const ForwardTiles<Config>& t, const Rows& rows,
     if (r >= count || Own<Config>::column() != 0) continue;
     const T l = state.l[i];
     t.alpha[r] = l != T(0) ? T(1) / l : T(0);
-    at<T>(rows.address(lse, r)) = state.m[i] + log(l);
+    if (lse.address != 0) at<T>(rows.address(lse, r)) = state.m[i] + log(l);
   }
 }
 
@@ -137,7 +136,7 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& 
     multiply_into<Config::d, Config::Br, Config::Bc, Config>(t.S, as_is<Config::d>(t.Q),
                                                              transposed<Config::d>(t.K));
     __syncthreads();                                    // S is there
-    score_tile<Config>(t, p, rows, key0, last);
+    score_tile<Config>(t, p, rows, key0);
     if (hides_keys<Config>(p)) {
       __syncthreads();                                  // the scores of all rows are there
       find_seen_keys<Config>(t.seen, t.S, rows.rows, keys);

@@ -40,7 +40,9 @@ def _with_results(plan, operands):
     """Result arrays that the user did not give; they keep the memory order of q, k, v."""
     p = plan.problem
     if plan.direction == "forward":
-        missing = {"lse": np.empty(operands.q.shape[:3], p.accumulator)}
+        missing = {}
+        if p.returns_lse:
+            missing["lse"] = np.empty(operands.q.shape[:3], p.accumulator)
         if operands.out is None:
             missing["out"] = empty_rows_like(operands.q, p.d_v, _dtype(p.out_dtype))
         return operands._replace(**missing)

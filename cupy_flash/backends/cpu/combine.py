@@ -38,6 +38,8 @@ def combine(params, slab, tasks):
         store_row(
             p.out, p.out.address + b * p.out.b + head * p.out.h + i * p.out.n, total, p.d_v, 1
         )
-        total[0] = m + np.log(l)
-        store_row(p.lse, p.lse.address + b * p.lse.b + head * p.lse.h + i * p.lse.n, total, 1, 1)
+        if p.lse.address != 0:
+            total[0] = m + np.log(l)
+            lse = p.lse.address + b * p.lse.b + head * p.lse.h + i * p.lse.n
+            store_row(p.lse, lse, total, 1, 1)
         row = next_task(tasks)

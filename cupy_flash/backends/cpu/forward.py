@@ -145,7 +145,8 @@ def store_result(p, acc, m, l, rows, split):
             m[r] = -np.inf
         if p.splits == 1:
             store_row(p.out, packed_address(p.out, out, row, rows.group), acc[r], p.d_v, 1)
-            store_row(p.lse, packed_address(p.lse, lse, row, rows.group), m[r:], 1, 1)
+            if p.lse.address != 0:
+                store_row(p.lse, packed_address(p.lse, lse, row, rows.group), m[r:], 1, 1)
         else:
             store_partial(p, acc[r], m[r], rows, row, split)
 

@@ -94,12 +94,13 @@ class Template:
     """The struct of a plan's launches, of which a call changes nothing but addresses and tasks.
 
     It is made from the first call's arrays: calls with the same plan have the same layouts.
+    `offsets` says where the plan's buffers lie in its workspace, by their names.
     """
 
-    def __init__(self, plan, operands, addresses):
+    def __init__(self, plan, operands, offsets):
         direction = plan.direction
         dtype = PARAMS[direction]
-        packed = pack(plan, plan.launches[0], operands, addresses)
+        packed = pack(plan, plan.launches[0], operands, offsets)
         self._words = packed.view(np.uint64)
         self._opaque = np.dtype(f"V{dtype.itemsize}")
         self._tasks = dtype.fields["tasks"][1] // 8
@@ -108,19 +109,22 @@ class Template:
                  if x is not None]
         self._places = [(i, dtype.fields[name][1] // 8, name in _LOADED[direction])
                         for i, name in given]
-        self._workspace = [(name, dtype.fields[name][1] // 8) for name in addresses]
+        self._workspace = [(dtype.fields[name][1] // 8, x) for name, x in offsets.items()]
         self._bits = _row_bits(*(getattr(operands, name) for name in _LOADED[direction]))
 
-    def fill(self, operands, addresses):
-        """The struct of a call as words; `struct` turns them into a kernel's argument."""
+    def fill(self, operands, workspace):
+        """The struct of a call as words; `struct` turns them into a kernel's argument.
+
+        `workspace` is the address of the workspace.
+        """
         words, bits = self._words.copy(), self._bits
         for i, place, loaded in self._places:
             start = operands[i].data.ptr
             words[place] = start
             if loaded:
                 bits |= start
-        for name, place in self._workspace:
-            words[place] = addresses[name]
+        for place, offset in self._workspace:
+            words[place] = workspace + offset
         words[self._vector] = bits & -bits
         return words
 
