@@ -117,6 +117,17 @@ def test_an_lse_that_nobody_asked_for_is_not_allocated(launches):
     assert launches[-1][3]["lse"]["address"] == lse.data.ptr
 
 
+@pytest.mark.parametrize("N, together", [(64, True), (4096, False)])
+def test_results_share_memory_only_where_they_are_small(N, together, launches):
+    x = fake(np.zeros((2, N, 16), np.float16))
+    out, lse = cf.attention(x, x, x, return_lse=True)
+    results = [out, lse, *cf.attention_backward(out, x, x, x, out, lse)[:3]]
+    for i, one in enumerate(results):
+        for other in results[i + 1 :]:
+            assert not arrays._overlap(arrays._addresses(one), arrays._addresses(other))
+    assert (out.data.mem is lse.data.mem) == together
+
+
 def test_a_struct_is_a_call_s_own(launches):
     """Two threads may fill the structs of one plan at once."""
     x, y = (fake(np.zeros((2, 3, 5, 16), np.float16)) for _ in "xy")

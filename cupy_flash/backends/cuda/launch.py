@@ -27,11 +27,10 @@ def run(plan, operands):
 
 def _run(plan, operands):
     memory, template = _kept.get(plan) or _keep(plan, operands)
-    operands = memory.results(operands)
+    operands, workspace = memory.allocate(operands)
     if template is None:
         return operands
-    workspace, address = memory.workspace()
-    words = template.fill(operands, address)
+    words = template.fill(operands, workspace.ptr if workspace else 0)
     struct = template.struct(words)
     for function, grid, block, smem_bytes, tasks in launches(plan):
         template.set_tasks(words, tasks)        # a launch has copied its struct when it returns
@@ -46,7 +45,7 @@ def _keep(plan, operands):
         _kept.clear()
     memory, template = Memory(plan, operands), None
     if plan.launches:
-        results = four_axes(plan.problem, memory.results(operands))
-        template = Template(plan, results, memory.offsets)
+        complete, _ = memory.allocate(operands)
+        template = Template(plan, four_axes(plan.problem, complete), memory.offsets)
     _kept[plan] = memory, template
     return memory, template

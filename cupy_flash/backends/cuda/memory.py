@@ -10,6 +10,9 @@ from ...arrays import memory_order
 from ...problem import Operands
 
 _ALIGNMENT = 256
+# Up to so many bytes a call makes one allocation, and results share it: each further one costs the
+# host over a microsecond. Larger results must not keep each other's memory alive.
+_TOGETHER = 2**16
 
 
 class Memory:
@@ -22,27 +25,36 @@ class Memory:
     """
 
     def __init__(self, plan, operands):
-        self._results = [(operands._fields.index(name), *_dense(like, columns, dtype))
-                         for name, like, columns, dtype in _missing(plan, operands)]
-        self.offsets, self._bytes = {}, 0
+        self.offsets, end = {}, 0
         for buffer in plan.workspace:
-            self.offsets[buffer.name] = self._bytes
-            self._bytes += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
+            self.offsets[buffer.name] = end
+            end += _aligned(buffer.nbytes)
+        self._bytes, self._results = end, []
+        for name, like, columns, dtype in _missing(plan, operands):
+            shape, dtype, back = _dense(like, columns, dtype)
+            nbytes = prod(shape) * dtype.itemsize
+            self._results.append((operands._fields.index(name), shape, dtype, back, end, nbytes))
+            end += _aligned(nbytes)
+        self._together = 0 < end <= _TOGETHER
+        if self._together:
+            self._bytes = end
 
-    def results(self, operands):
-        """The operands with all results."""
-        arrays = list(operands)
-        for i, shape, dtype, nbytes, back in self._results:     # cupy.empty takes twice as long
-            x = cupy.ndarray(shape, dtype, cupy.cuda.alloc(nbytes))
+    def allocate(self, operands):
+        """The operands with all results, and the workspace, to be held until the last launch.
+
+        Not by cupy.empty, which takes twice as long.
+        """
+        workspace = cupy.cuda.alloc(self._bytes) if self._bytes else None
+        arrays, together = list(operands), self._together
+        for i, shape, dtype, back, offset, nbytes in self._results:
+            memory = workspace + offset if together else cupy.cuda.alloc(nbytes)
+            x = cupy.ndarray(shape, dtype, memory)
             arrays[i] = x if back is None else x.transpose(back)
-        return Operands(*arrays)
+        return Operands(*arrays), workspace
 
-    def workspace(self):
-        """Memory for all buffers of the plan, to be held until the last launch, and its address."""
-        if not self._bytes:
-            return None, 0
-        memory = cupy.cuda.alloc(self._bytes)
-        return memory, memory.ptr
+
+def _aligned(nbytes):
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _missing(plan, operands):
@@ -63,14 +75,14 @@ def _missing(plan, operands):
 
 
 def _dense(like, columns, dtype):
-    """Shape in memory, dtype, bytes, and the axes that lead back to those of `like`."""
+    """Shape in memory, dtype, and the axes that lead back to those of `like`."""
     dtype = _dtype(dtype)
     shape, back = like.shape, None
     if columns is not None:             # results keep the memory order of q, k, v
         order, back = memory_order(like.strides)
         shape = (*(shape[axis] for axis in order), columns)
         back = None if order == tuple(range(len(order))) else (*back, len(order))
-    return shape, dtype, prod(shape) * dtype.itemsize, back
+    return shape, dtype, back
 
 
 @cache
