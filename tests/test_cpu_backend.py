@@ -124,6 +124,11 @@ def test_the_folder_of_kernels_is_named_after_all_their_sources(tmp_path, monkey
             assert jit.source_digest() != before
             before = jit.source_digest()
             assert before in str(jit.cache_folder())
+        sizes = tmp_path / "sizes.py"
+        sizes.write_bytes(jit.SIZES.read_bytes() + b"#\n")
+        monkeypatch.setattr(jit, "SIZES", sizes)
+        jit.source_digest.cache_clear()
+        assert jit.source_digest() != before
     finally:
         jit.source_digest.cache_clear()
 

@@ -10,9 +10,10 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
+from ...plan.cpu import MICRO_ROWS, VECTOR_BYTES
 from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import key_range, open_rows
-from .micro_kernel import MICRO_ROWS, VECTOR_BYTES, matmul
+from .micro_kernel import matmul
 from .scores import finish_scores, through_cap
 from .softmax import softmax_backward
 from .tiles import (

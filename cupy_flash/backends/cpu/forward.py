@@ -6,9 +6,10 @@ import numpy as np
 from numba import carray
 from numpy.lib.stride_tricks import as_strided
 
+from ...plan.cpu import FEW_ROWS, MICRO_ROWS
 from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import hide_row_by_range, key_range, open_rows
-from .micro_kernel import FEW_ROWS, MICRO_ROWS, few_products, few_scores, matmul
+from .micro_kernel import few_products, few_scores, matmul
 from .scores import finish_scores
 from .softmax import scale_rows, softmax_row_step, softmax_step
 from .tiles import (

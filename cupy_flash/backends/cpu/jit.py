@@ -12,6 +12,7 @@ from numba.core import caching
 from numba.extending import intrinsic
 
 SOURCES = Path(__file__).parent
+SIZES = SOURCES.parents[1] / "plan" / "cpu.py"      # of what planner and kernels must agree on
 
 # `contract` allows fused multiply-adds. Every other fastmath flag is off: `ninf` and `nnan` break
 # the -inf guard of the softmax, `reassoc` lets LLVM delete the rounding trick of `exp`.
@@ -29,7 +30,7 @@ inlined = njit(**_FLAGS, inline="always", no_cpython_wrapper=True, no_cfunc_wrap
 def source_digest():
     """Digest of all files that the kernels are made of, 16 hexadecimal digits."""
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.glob("*.py")):
+    for path in (*sorted(SOURCES.glob("*.py")), SIZES):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -10,8 +10,8 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
+from ...plan.cpu import VECTOR_BYTES
 from .jit import as_pointer, tile_function
-from .micro_kernel import VECTOR_BYTES
 
 # One tile of packed rows (see tiles.py) of one sequence: everything that its tiles of scores share.
 # rows: how many are real; lanes: rows rounded up to whole vectors; first, end: the half-open range

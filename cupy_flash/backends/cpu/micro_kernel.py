@@ -13,13 +13,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ...plan.cpu import MICRO_ROWS, VECTOR_BYTES
 from .jit import tile_function
 
-# 64 bytes are one AVX-512 register, two of AVX2, four of NEON: LLVM splits the vector. Six rows
-# make 6 (12 with AVX2) independent sums, enough to hide the 4 cycles of an FMA, and fit into 16
-# registers together with the operands. Measured: 99 % of the FMA peak on Zen 4.
-VECTOR_BYTES = 64
-MICRO_ROWS = 6
 # Terms that are added in one chain before the sum moves to a total: a chain over d = 256 would have
 # five times the rounding error of a BLAS product.
 CHAIN = 16
@@ -186,11 +182,6 @@ def matmul(c, a, b, rows, columns, depth, accumulate):
     for j in range(0, columns, VECTOR_BYTES // c.itemsize):
         for i in range(0, rows, MICRO_ROWS):
             _micro_kernel(c, a, b, i, j, depth, accumulate)
-
-
-# A product of so few rows is bound by memory: it reads each key once and fills no tile of the
-# micro-kernel.
-FEW_ROWS = 4
 
 
 @tile_function

@@ -6,9 +6,9 @@ Dao, "FlashAttention-2" (2023), algorithm 1. Rows are lanes: every step is lane-
 
 import numpy as np
 
+from ...plan.cpu import VECTOR_BYTES
 from .elementary import exp
 from .jit import tile_function
-from .micro_kernel import VECTOR_BYTES
 
 CHAIN = 16  # probabilities that are added in one chain
 

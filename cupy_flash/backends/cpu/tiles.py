@@ -8,6 +8,7 @@ one load of K and V, and puts a group's heads into the lanes when one query deco
 import numpy as np
 from numba import carray
 
+from ...plan.cpu import VECTOR_BYTES
 from .dtypes import (
     BFLOAT16,
     FLOAT16,
@@ -19,7 +20,6 @@ from .dtypes import (
     widen,
 )
 from .jit import as_pointer, tile_function
-from .micro_kernel import VECTOR_BYTES
 
 
 @tile_function
