@@ -40,6 +40,8 @@ CF_DEVICE uint16 float_to_bfloat16(float x) {
 
 CF_DEVICE float bits_to_float(uint32 x) { return __uint_as_float(x); }
 CF_DEVICE uint32 float_to_bits(float x) { return __float_as_uint(x); }
+CF_DEVICE double bits_to_double(uint64 x) { return __longlong_as_double(int64(x)); }
+CF_DEVICE uint64 double_to_bits(double x) { return uint64(__double_as_longlong(x)); }
 
 // a * b as a number of its own: never fused with an addition that follows.
 CF_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }

@@ -24,7 +24,6 @@ TEXT = """\
 struct Config {{
   using element = {element};
   static constexpr int precision = {precision}, warps = 1;
-  static constexpr bool wmma = {wmma};
 }};
 #include "{header}"
 extern "C" __global__ void fragments(const __grid_constant__ cf::FragmentsParams p) {{
@@ -33,15 +32,14 @@ extern "C" __global__ void fragments(const __grid_constant__ cf::FragmentsParams
 """
 
 
-def text(kind, wmma):
+def text(kind):
     """The unit of a kind."""
     element, precision = KINDS[kind]
     return TEXT.format(element=ELEMENTS[element], precision=PRECISIONS[precision],
-                       wmma="true" if wmma else "false",
                        header=Path(__file__).parent / "fragments.cuh")
 
 
-def products(kind, wmma, vector_bytes, skip=""):
+def products(kind, vector_bytes, skip=""):
     """A, B and three times A B on fibers; the places of waits and barriers."""
     dtype = DTYPES[KINDS[kind][0]]
     rng = np.random.default_rng(7)
@@ -52,7 +50,7 @@ def products(kind, wmma, vector_bytes, skip=""):
     for name, x in zip(("a", "b", "a_t", "b_t"), tiles, strict=True):
         packed[name] = _tensor(x[None, None])
     packed["out"], packed["vector_bytes"] = out.ctypes.data, vector_bytes
-    path = harness.compile_unit(f"fragments_{kind}_{wmma}", text(kind, wmma), "fragments",
+    path = harness.compile_unit(f"fragments_{kind}", text(kind), "fragments",
                                 "cf::FragmentsParams", ("-O1",))
     library = harness._load(path)
     assert not library.run(packed.ctypes.data, packed.nbytes, 1, 32, 1 << 14, 1, skip.encode(), 255)
@@ -63,23 +61,21 @@ def products(kind, wmma, vector_bytes, skip=""):
 @pytest.mark.parametrize("vector_bytes", [16, 8, 4, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_way_into_a_product(kind, vector_bytes):
-    for wmma in (False, True)[: 1 + (kind in ("float16", "bfloat16"))]:
-        a, b, out, _ = products(kind, wmma, vector_bytes)
-        assert np.abs(out - a @ b).max() <= LIMIT[kind] * np.abs(a @ b).max()
+    a, b, out, _ = products(kind, vector_bytes)
+    assert np.abs(out - a @ b).max() <= LIMIT[kind] * np.abs(a @ b).max()
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 def test_every_wait_is_needed():
     """In TF32 each group of copies is rounded behind the wait for it."""
-    *_, want, places = products("tf32", False, 16)
+    *_, want, places = products("tf32", 16)
     assert len(places) == 3             # the third is the barrier, which one warp does not need
     for place in sorted(places)[:2]:
-        assert not np.array_equal(products("tf32", False, 16, place)[2], want), place
+        assert not np.array_equal(products("tf32", 16, place)[2], want), place
 
 
 @pytest.mark.parametrize("arch", SMEM)
 @pytest.mark.parametrize("kind", KINDS)
 def test_instructions_of_every_architecture(kind, arch):
-    for wmma in (False, True)[: 1 + (kind in ("float16", "bfloat16"))]:
-        cubin, log = nvrtc.compile(text(kind, wmma), arch)
-        assert cubin is not None, log
+    cubin, log = nvrtc.compile(text(kind), arch)
+    assert cubin is not None, log

@@ -7,7 +7,7 @@ import pytest
 from units import SMEM
 
 from cupy_flash.device import GpuDevice
-from cupy_flash.plan import cuda_tiles, make_plan
+from cupy_flash.plan import cuda_registers, cuda_tiles, make_plan
 from cupy_flash.plan.cuda import SPLIT_KEYS
 from cupy_flash.problem import Mask, Problem
 
@@ -76,6 +76,52 @@ def test_each_row_of_the_table_can_be_chosen():
     assert {tuple(tile) for rows in cuda_tiles.TILES.values() for tile in rows} == chosen
 
 
+@pytest.mark.parametrize("kib", [99, 163, 227])
+@pytest.mark.parametrize("dtype, precision", DTYPES)
+def test_forward_stays_in_registers_where_a_row_serves(dtype, precision, kib):
+    """Up to d = 256, in float64 up to 128, and never beyond what a block can have."""
+    device = replace(H200, smem=kib * 1024)
+    widest = 128 if dtype == "float64" else 256
+    for d in range(1, 257):
+        for d_v in {d, 1, 256}:
+            p = problem(d=d, d_v=d_v, dtype=dtype, precision=precision)
+            tuned, obstacle = cuda_registers.choose(p, device)
+            if max(d, d_v) > widest:
+                assert tuned is None and f"{d} and {d_v}" in obstacle
+            elif tuned is None:
+                assert dtype == "float64" and kib == 99 and max(d, d_v) > 64
+            else:
+                config, smem, reason = tuned
+                assert smem == cuda_registers.smem_bytes(config) <= device.smem and reason
+                assert d <= config.d < d + 16 and d_v <= config.d_v < d_v + 16
+                assert config.Br % (16 * config.warps) == config.Bc % 16 == 0
+
+
+def test_each_row_in_registers_can_be_chosen():
+    chosen = set()
+    for kib in SMEM.values():
+        for dtype, precision in DTYPES:
+            for d in range(16, 257, 16):
+                p = problem(d=d, d_v=d, dtype=dtype, precision=precision)
+                tuned, _ = cuda_registers.choose(p, replace(H200, smem=kib * 1024))
+                if tuned:
+                    chosen.add((cuda_registers.kind_of(p), tuned[2]))
+    assert chosen == {(kind, row.reason) for kind, rows in cuda_registers.ROWS.items()
+                      for row in rows}
+
+
+@pytest.mark.parametrize("change, why", [
+    ({"has_mask": True}, "mask"), ({"has_alibi": True}, "ALiBi"), ({"softcap": 2.0}, "softcap"),
+    ({"bias_shape": (1, 1, 1, 3000)}, "bias"), ({"scale": 0.0}, "a scale of 0"),
+    ({"scale": -1.0}, "a scale of -1"), ({"scale": 1e30}, "a scale of 1e+30"),
+], ids=str)
+def test_the_general_kernel_serves_the_rest_and_says_why(change, why):
+    plan = make_plan("forward", problem(**change), H200)
+    assert plan.launches[0].entry == "forward"
+    assert "the general kernel: " in plan.launches[0].reason and why in str(plan)
+    assert make_plan("forward", problem(), H200).launches[0].entry == "forward_registers"
+
+
 def test_features_are_compiled_in_when_asked_for():
     def features(**changes):
         return make_plan("forward", problem(**changes), H200).launches[0].config.features
@@ -99,7 +145,7 @@ def test_idle_multiprocessors_get_splits_of_the_keys():
     decode = problem(batch=1, heads_q=8, heads_k=2, Nq=1, Nk=65536)
     plan = make_plan("forward", decode, H200)
     forward, combine = plan.launches
-    assert (forward.entry, combine.entry) == ("forward", "combine")
+    assert (forward.entry, combine.entry) == ("forward_registers", "combine")
     assert forward.splits == combine.splits > 1 and forward.tasks == 2 * forward.splits
     assert H200.sms <= forward.tasks <= 2 * H200.sms
     keys = ceil(decode.Nk / forward.splits / forward.config.Bc) * forward.config.Bc
@@ -135,7 +181,7 @@ def test_backward_has_one_writer_for_each_gradient():
     ({"heads_q": 0, "heads_k": 0}, [], []),
     ({"heads_q": 0}, [], ["backward_dkdv"]),
     ({"Nq": 0}, [], ["backward_dkdv"]),
-    ({"Nk": 0}, ["forward"], ["delta", "backward_dq"]),
+    ({"Nk": 0}, ["forward_registers"], ["delta", "backward_dq"]),
     ({"batch": 0, "bias_shape": (1, 1, 1000, 3000)}, [], ["dbias"]),
     ({"Nk": 0, "bias_shape": (1, 1, 1000, 1)}, ["forward"], ["delta", "backward_dq", "dbias"]),
     ({"Nk": 0, "bias_shape": (1, 1, 1000, 0)}, ["forward"], ["delta", "backward_dq"]),

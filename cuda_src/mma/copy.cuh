@@ -25,56 +25,92 @@ struct ChunkGrid {
   static CF_DEVICE bool owns(int i) { return height % step == 0 || row() + i * step < height; }
 };
 
-// A chunk in the ordinary way, for rows that 16-byte loads do not fit.
-template <typename Config>
-CF_DEVICE void copy_chunk(typename Config::element* to, const Tensor& t, uint64 from, int bytes,
-                          int vector_bytes) {
+// A tile in the ordinary way, for rows that 16-byte copies do not fit: complete for the thread itself
+// at once. Rolled up, because it stands beside the fast way in every loop.
+template <typename Config, int height, int width, int pitch>
+CF_DEVICE void copy_tile_slowly(typename Config::element* tile, const Tensor& t, uint64 base,
+                                int64 row0, int begin, int count, int columns, int64 group,
+                                int vector_bytes) {
   using T = typename Config::element;
-  Chunk chunk = {};
-  if (bytes > 0) {
-    if constexpr (sizeof(T) == 2) {
-      chunk = t.kind == FLOAT32 ? load_narrowed<T>(from, bytes / 2)
-                                : load_chunk(from, bytes, vector_bytes);
-    } else {
-      chunk = load_chunk(from, bytes, vector_bytes);
+  using Grid = ChunkGrid<Config, height, width>;
+  const PackedRows packed(row0, group);
+#pragma unroll 1
+  for (int r = Grid::row(); r < height; r += Grid::step) {
+    const uint64 row = base + packed.offset(t, r);
+#pragma unroll 1
+    for (int c = Grid::column(); c < width; c += Grid::across * Grid::elements) {
+      Chunk chunk = {};
+      if (r >= begin && r < count && c < columns) {
+        if (sizeof(T) == 2 && t.kind == FLOAT32) {
+          if constexpr (sizeof(T) == 2) chunk = load_narrowed<T>(row + 4 * c, columns - c);
+        } else {
+          chunk = load_chunk(row + c * int(sizeof(T)), (columns - c) * int(sizeof(T)),
+                             vector_bytes);
+        }
+      }
+      *reinterpret_cast<Chunk*>(tile + r * pitch + c) = chunk;
     }
   }
-  *reinterpret_cast<Chunk*>(to) = chunk;
 }
 
-// Starts tile[r, c] = packed row `row0 + r`, column c, of the heads that start at `base`. Rows
-// before `begin` and from `count` on, and columns from `columns` on, become zero. group: query
-// heads of a key head for packed rows, 1 for others. Elements arrive as they are: see `round_tile`.
+// Whether rows can be copied 16 bytes at a time, as they are.
+template <typename Config>
+CF_DEVICE bool copies_whole(const Tensor& t, int64 vector_bytes) {
+  return vector_bytes == 16 && (sizeof(typename Config::element) > 2 || t.kind != FLOAT32);
+}
+
+// Starts tile[r, c] = row `row0 + r`, column c, of an array that starts at `base` and can be copied
+// whole. Rows before `begin` and from `count` on, and columns from `columns` on, become zero.
+// Elements arrive as they are: see `round_tile`.
+template <typename Config, int height, int width, int pitch>
+CF_DEVICE void copy_rows(ptx::Shared tile, const Tensor& t, uint64 base, int64 row0, int begin,
+                         int count, int columns) {
+  using T = typename Config::element;
+  using Grid = ChunkGrid<Config, height, width>;
+  constexpr int size = int(sizeof(T));
+  const ptx::Shared to = tile + (Grid::row() * pitch + Grid::column()) * size;
+  uint64 from = base + (row0 + Grid::row()) * t.n + Grid::column() * size;
+  // Row i of the thread is real iff i * step lies in begin ... count, as one comparison.
+  begin = max(begin, 0);
+  const uint32 first = uint32(Grid::row() - begin), real = uint32(max(count - begin, 0));
+#pragma unroll
+  for (int i = 0; i < Grid::rows; ++i) {
+    if (!Grid::owns(i)) break;
+#pragma unroll
+    for (int j = 0; j < Grid::columns; ++j) {
+      const int c = j * Grid::across * Grid::elements;
+      ptx::copy_16_bytes(to + (i * Grid::step * pitch + c) * size, from + c * size,
+                         first + i * Grid::step < real && Grid::column() + c < columns);
+    }
+    from += Grid::step * t.n;
+  }
+}
+
+// The same of packed rows of the heads that start at `base`, and of any rows. group: query heads of
+// a key head, 1 for keys and values.
 template <typename Config, int height, int width, int pitch>
 CF_DEVICE void copy_tile(typename Config::element* tile, const Tensor& t, uint64 base, int64 row0,
                          int begin, int count, int columns, int64 group, int64 vector_bytes) {
   using T = typename Config::element;
   using Grid = ChunkGrid<Config, height, width>;
-  // The bytes of an element in memory: 4 where float32 gradients come with 16-bit operands.
-  const int size = sizeof(T) == 2 && t.kind == FLOAT32 ? 4 : int(sizeof(T));
-  const bool whole = vector_bytes == 16 && size == int(sizeof(T));
-  const PackedRows packed(row0, group);
-  T* const to = tile + Grid::row() * pitch + Grid::column();
-  uint64 from = base + (row0 + Grid::row()) * t.n;
-  const ptx::Shared place(to);
+  if (!copies_whole<Config>(t, vector_bytes)) {
+    copy_tile_slowly<Config, height, width, pitch>(tile, t, base, row0, begin, count, columns,
+                                                   group, int(vector_bytes));
+  } else if (group == 1) {
+    copy_rows<Config, height, width, pitch>(ptx::Shared(tile), t, base, row0, begin, count,
+                                            columns);
+  } else {
+    const PackedRows packed(row0, group);
+#pragma unroll 1
+    for (int r = Grid::row(); r < height; r += Grid::step) {
+      const uint64 from = base + packed.offset(t, r);
 #pragma unroll
-  for (int i = 0; i < Grid::rows; ++i) {
-    if (!Grid::owns(i)) break;
-    const int r = Grid::row() + i * Grid::step;
-    const uint64 row = group == 1 ? from : base + packed.offset(t, r);
-    const bool real = r >= begin && r < count;
-#pragma unroll
-    for (int j = 0; j < Grid::columns; ++j) {
-      const int c = Grid::column() + j * Grid::across * Grid::elements;
-      const int offset = i * Grid::step * pitch + j * Grid::across * Grid::elements;
-      if (whole) {
-        ptx::copy_16_bytes(place + offset * int(sizeof(T)), row + c * size, real && c < columns);
-      } else {
-        copy_chunk<Config>(to + offset, t, row + c * size,
-                           real ? (columns - c) * int(sizeof(T)) : 0, int(vector_bytes));
+      for (int j = 0; j < Grid::columns; ++j) {
+        const int c = Grid::column() + j * Grid::across * Grid::elements;
+        ptx::copy_16_bytes(ptx::Shared(tile) + (r * pitch + c) * int(sizeof(T)),
+                           from + c * int(sizeof(T)), r >= begin && r < count && c < columns);
       }
     }
-    from += Grid::step * t.n;
   }
 }
 

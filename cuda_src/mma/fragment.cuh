@@ -87,7 +87,8 @@ struct ReaderA {
   ptx::Shared place;
 
   CF_DEVICE explicit ReaderA(const T* t)
-      : tile(t + (row ? Start::across() : Start::along(pairs))), place(t + Start::matrices(row)) {}
+      : tile(t + (row ? Start::across() : Start::along(pairs))),
+        place(ptx::Shared(t) + Start::matrices(row) * int(sizeof(T))) {}
 
   // The fragment whose corner is element (i, k) of A.
   CF_DEVICE typename F::A load(int i, int k) const {
@@ -122,7 +123,8 @@ struct ReaderB {
   ptx::Shared place;
 
   CF_DEVICE explicit ReaderB(const T* t)
-      : tile(t + (row ? Start::along(pairs) : Start::across())), place(t + Start::matrices(row)) {}
+      : tile(t + (row ? Start::along(pairs) : Start::across())),
+        place(ptx::Shared(t) + Start::matrices(row) * int(sizeof(T))) {}
 
   // The fragment whose corner is element (k, j) of B.
   CF_DEVICE typename F::B load(int k, int j) const {
@@ -147,12 +149,7 @@ struct ReaderB {
 template <typename Config>
 CF_DEVICE void mma(typename Fragments<Config>::C& c, const typename Fragments<Config>::A& a,
                    const typename Fragments<Config>::B& b) {
-  using T = typename Config::element;
-  if constexpr (Config::wmma) {
-    ptx::wmma(T{}, c.x, a.x, b.x);
-  } else {
-    ptx::mma(T{}, c.x, a.x, b.x);
-  }
+  ptx::mma(typename Config::element{}, c.x, a.x, b.x);
 }
 
 // What 3xTF32 makes of an operand: the part that TF32 keeps, and the rest.

@@ -39,33 +39,30 @@ CF_DEVICE float exp2_approx(float x) {
   return y;
 }
 
-// The two m16n8 halves of a product.
-#define CF_MMA_SYNC(form, word)                                                                 \
-  _Pragma("unroll") for (int h = 0; h < 2; ++h) {                                               \
-    asm("mma.sync.aligned." form " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "              \
-        "{%0, %1, %2, %3};"                                                                     \
-        : "+" CF_SUM(c[4 * h]), "+" CF_SUM(c[4 * h + 1]), "+" CF_SUM(c[4 * h + 2]),             \
-          "+" CF_SUM(c[4 * h + 3])                                                              \
-        : word(a[0]), word(a[1]), word(a[2]), word(a[3]), word(b[2 * h]), word(b[2 * h + 1]));  \
-  }
-#define CF_SUM(x) "f"(x)
+// The two m16n8 halves of a product, side by side: the second finds A in the operand cache.
+#define CF_MMA_SYNC(form, sum, word)                                                            \
+  asm("mma.sync.aligned." form " {%0, %1, %2, %3}, {%8, %9, %10, %11}, {%12, %13}, "            \
+      "{%0, %1, %2, %3};\n"                                                                     \
+      "mma.sync.aligned." form " {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%14, %15}, "            \
+      "{%4, %5, %6, %7};"                                                                       \
+      : sum(c[0]), sum(c[1]), sum(c[2]), sum(c[3]), sum(c[4]), sum(c[5]), sum(c[6]), sum(c[7])  \
+      : word(a[0]), word(a[1]), word(a[2]), word(a[3]), word(b[0]), word(b[1]), word(b[2]),     \
+        word(b[3]))
 
 // c += a b by mma.sync.
 CF_DEVICE void mma(half_t, float (&c)[8], const uint32 (&a)[4], const uint32 (&b)[4]) {
-  CF_MMA_SYNC("m16n8k16.row.col.f32.f16.f16.f32", "r")
+  CF_MMA_SYNC("m16n8k16.row.col.f32.f16.f16.f32", "+f", "r");
 }
 CF_DEVICE void mma(bfloat16_t, float (&c)[8], const uint32 (&a)[4], const uint32 (&b)[4]) {
-  CF_MMA_SYNC("m16n8k16.row.col.f32.bf16.bf16.f32", "r")
+  CF_MMA_SYNC("m16n8k16.row.col.f32.bf16.bf16.f32", "+f", "r");
 }
 // TF32: of the bits of float32 the instruction cuts off the last 13.
 CF_DEVICE void mma(float, float (&c)[8], const uint32 (&a)[4], const uint32 (&b)[4]) {
-  CF_MMA_SYNC("m16n8k8.row.col.f32.tf32.tf32.f32", "r")
+  CF_MMA_SYNC("m16n8k8.row.col.f32.tf32.tf32.f32", "+f", "r");
 }
-#undef CF_SUM
-#define CF_SUM(x) "d"(x)
 CF_DEVICE void mma(double, double (&c)[8], const double (&a)[4], const double (&b)[4]) {
 #if __CUDA_ARCH__ >= 900
-  CF_MMA_SYNC("m16n8k8.row.col.f64.f64.f64.f64", "d")
+  CF_MMA_SYNC("m16n8k8.row.col.f64.f64.f64.f64", "+d", "d");
 #else
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -78,27 +75,7 @@ CF_DEVICE void mma(double, double (&c)[8], const double (&a)[4], const double (&
   }
 #endif
 }
-#undef CF_SUM
 #undef CF_MMA_SYNC
-
-// c += a b by wmma.mma, on a device whose wmma fragments were found to have these layouts. The
-// operands of float16 have eight registers, of which the last four repeat the first.
-CF_DEVICE void wmma(half_t, float (&c)[8], const uint32 (&a)[4], const uint32 (&b)[4]) {
-  asm("wmma.mma.sync.aligned.row.col.m16n16k16.f32.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, "
-      "{%8, %9, %10, %11, %8, %9, %10, %11}, {%12, %13, %14, %15, %12, %13, %14, %15}, "
-      "{%0, %1, %2, %3, %4, %5, %6, %7};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]),
-        "+f"(c[7])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]));
-}
-CF_DEVICE void wmma(bfloat16_t, float (&c)[8], const uint32 (&a)[4], const uint32 (&b)[4]) {
-  asm("wmma.mma.sync.aligned.row.col.m16n16k16.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, {%12, %13, %14, %15}, "
-      "{%0, %1, %2, %3, %4, %5, %6, %7};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]),
-        "+f"(c[7])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]));
-}
 
 }  // namespace cf::ptx
 

@@ -69,6 +69,47 @@ CF_DEVICE Range key_range(const Params& p, const Rows& rows) {
   return visible_keys(p, rows.position(0), rows.position(rows.rows - 1), rows.kv_len);
 }
 
+// The same row by row of one tile, in 32 bits, among the keys low ... high: both borders rise from
+// row to row, and a row sees nothing where they meet.
+struct TileKeys {
+  int low, high;
+  int first, end;          // of the tile's first query, before they are cut off at low and high
+
+  CF_DEVICE TileKeys(const Params& p, const Rows& rows, int64 low_, int64 high_) {
+    const int64 far = 1 << 20;                          // more than the queries of any tile
+    const int64 position = rows.position(0);
+    high = rows.rows == 0 ? 0 : int(min(high_, rows.kv_len));
+    low = int(min(low_, int64(high)));
+    first = int(min(max(position - p.left, -far), int64(high)));
+    end = int(min(max(position + p.right + 1, -far), int64(high)));
+  }
+  CF_DEVICE int cut(int key) const { return min(max(key, low), high); }
+  CF_DEVICE int first_of(const Rows& rows, int r) const {
+    return cut(first + rows.packed.queries(r));
+  }
+  CF_DEVICE int end_of(const Rows& rows, int r) const { return cut(end + rows.packed.queries(r)); }
+};
+
+// The keys that some rows of a tile see: any of them, and all of them.
+struct SeenKeys {
+  int first, end, inner_first, inner_end;
+
+  // Of the rows r ... r + count. Those that do not exist do not count: nothing of them is kept.
+  CF_DEVICE SeenKeys(const TileKeys& keys, const Rows& rows, int r, int count)
+      : first(0), end(0), inner_first(0), inner_end(0) {
+    const int last = min(r + count, rows.rows) - 1;
+    if (last < r) return;
+    first = keys.first_of(rows, r);
+    end = keys.end_of(rows, last);
+    inner_first = keys.first_of(rows, last);
+    inner_end = keys.end_of(rows, r);
+  }
+  CF_DEVICE bool any(int key0, int Bc) const { return key0 < end && key0 + Bc > first; }
+  CF_DEVICE bool all(int key0, int Bc) const {
+    return key0 >= inner_first && key0 + Bc <= inner_end;
+  }
+};
+
 // Lengths within one sequence fit in 32 bits.
 struct KeyRange {
   int first, end;

@@ -50,10 +50,15 @@ struct PackedRows {
   int64 query0;
   uint32 lane0, group;
 
+  // Heads are seldom grouped, and divisions take their time.
   CF_DEVICE PackedRows(int64 row0, int64 group_)
-      : query0(row0 / group_), lane0(uint32(row0 % group_)), group(uint32(group_)) {}
-  CF_DEVICE int64 query(int r) const { return query0 + (lane0 + uint32(r)) / group; }
-  CF_DEVICE int64 head(int r) const { return (lane0 + uint32(r)) % group; }
+      : query0(group_ == 1 ? row0 : row0 / group_),
+        lane0(group_ == 1 ? 0 : uint32(row0 % group_)),
+        group(uint32(group_)) {}
+  CF_DEVICE int64 query(int r) const { return query0 + queries(r); }
+  // Queries from the first row's to that of row r.
+  CF_DEVICE int queries(int r) const { return group == 1 ? r : int((lane0 + uint32(r)) / group); }
+  CF_DEVICE int64 head(int r) const { return group == 1 ? 0 : (lane0 + uint32(r)) % group; }
   // Bytes from the tensor's first row of the first head to row r.
   CF_DEVICE int64 offset(const Tensor& t, int r) const { return query(r) * t.n + head(r) * t.h; }
 };

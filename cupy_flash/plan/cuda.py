@@ -2,6 +2,7 @@
 
 from math import ceil
 
+from . import cuda_registers
 from .cuda_tiles import FRAGMENT, choose, lazy
 from .types import Buffer, CudaConfig, Launch, Plan
 
@@ -10,14 +11,14 @@ ROWS_PER_BLOCK = 4      # of delta and combine, one warp each
 
 
 def plan_forward(problem, device):
-    """`forward`, and `combine` after it if the keys were split."""
+    """A forward kernel, and `combine` after it if the keys were split."""
     p = problem
-    config, smem, reason = choose("forward", p, device)
+    entry, config, smem, reason = _forward_kernel(p, device)
     tasks = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
     splits = _splits(p, tasks, config, device)
     if splits > 1:
         reason += f"; {splits} splits of the keys, since {tasks} tiles of rows leave SMs idle"
-    launches = [_launch("forward", config, tasks * splits, splits, smem, reason)]
+    launches = [_launch(entry, config, tasks * splits, splits, smem, reason)]
     rows = p.batch * p.heads_q * p.Nq
     workspace = []
     if splits > 1:
@@ -44,6 +45,15 @@ def plan_backward(problem, device):
         tasks = b * h * ceil(n / config.Br) * ceil(c / config.Bc)
         launches.append(_launch("dbias", config, tasks, 1, smem, reason))
     return _plan("backward", p, device, launches, [Buffer("delta", rows, p.accumulator)])
+
+
+def _forward_kernel(problem, device):
+    """Entry, config, bytes of shared memory and reason: in registers where that kernel serves."""
+    tuned, obstacle = cuda_registers.choose(problem, device)
+    if tuned:
+        return "forward_registers", *tuned
+    config, smem, reason = choose("forward", problem, device)
+    return "forward", config, smem, f"{reason}; the general kernel: {obstacle}"
 
 
 def _splits(problem, tasks, config, device):

@@ -68,6 +68,9 @@ class CudaConfig:
         Whether the code for mask, bias, softcap and ALiBi is compiled in.
     lazy : float
         As in `CpuConfig`; an argument of the kernel.
+    constants : tuple of (str, int)
+        What else a tuned kernel is compiled for, by name. `blocks`, if there, is how many blocks a
+        multiprocessor must have room for.
     """
 
     element: str
@@ -79,6 +82,7 @@ class CudaConfig:
     warps: int
     features: bool
     lazy: float = 0.0
+    constants: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

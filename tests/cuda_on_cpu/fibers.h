@@ -243,3 +243,10 @@ template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return fibers::shown<T>(fibers::exchange(value), fibers::lane() ^ unsigned(mask));
 }
+
+inline bool __any_sync(unsigned, bool value) {
+  unsigned char (*slots)[fibers::SLOT] = fibers::exchange(value);
+  bool any = false;
+  for (unsigned from = 0; from < fibers::WARP; ++from) any = any || fibers::shown<bool>(slots, from);
+  return any;
+}

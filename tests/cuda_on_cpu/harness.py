@@ -23,7 +23,7 @@ from cupy_flash.backends.cuda import params, source
 from cupy_flash.backends.cuda.unit import ENTRIES, unit
 from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.device import GpuDevice
-from cupy_flash.plan import cuda_tiles
+from cupy_flash.plan import cuda_registers, cuda_tiles
 from cupy_flash.plan.cuda import plan_backward, plan_forward
 
 HERE = Path(__file__).parent
@@ -74,15 +74,17 @@ def compile_unit(stem, text, name, params, flags):
 
 
 @contextmanager
-def tile(Br, Bc, warps):
-    """Within the context, plans have this tile instead of one of the table's."""
-    table = dict(cuda_tiles.TILES)
+def tile(Br, Bc, warps, registers):
+    """Within the context, plans have this tile instead of one of a table's."""
+    table, tuned = dict(cuda_tiles.TILES), dict(cuda_registers.ROWS)
     row = (cuda_tiles.Tile(Br, Bc, warps, "of a test"),)
     cuda_tiles.TILES.update(dict.fromkeys(table, row))
+    cuda_registers.ROWS.update(dict.fromkeys(tuned, registers and (registers,)))
     try:
         yield
     finally:
         cuda_tiles.TILES.update(table)
+        cuda_registers.ROWS.update(tuned)
 
 
 class KernelError(RuntimeError):
@@ -110,11 +112,13 @@ class Fibers:
         Bytes of shared memory that blocks get less than they ask for.
     flags : tuple of str
         For the compiler.
+    registers : cuda_registers.Row or tuple ()
+        The row of the forward kernel in registers; without one the general kernels serve.
     """
 
     def __init__(self, Br=16, Bc=16, warps=2, seed=1, grid=3, sms=1, skip="", fill=NAN_BYTE,
-                 missing=0, flags=("-O1",)):
-        self.tile = (Br, Bc, warps)
+                 missing=0, flags=("-O1",), registers=()):
+        self.tile = (Br, Bc, warps, registers)
         self.seed, self.grid, self.skip, self.fill, self.flags = seed, grid, skip, fill, flags
         self.missing = missing
         self.device = GpuDevice(0, "fibers", 80, sms, 163 << 10)

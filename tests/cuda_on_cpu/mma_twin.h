@@ -92,9 +92,4 @@ void mma(T, Sum (&c)[8], const Word (&a)[4], const Word (&b)[4]) {
   }
 }
 
-template <typename T, typename Word, typename Sum>
-void wmma(T kind, Sum (&c)[8], const Word (&a)[4], const Word (&b)[4]) {
-  mma(kind, c, a, b);
-}
-
 }  // namespace cf::ptx

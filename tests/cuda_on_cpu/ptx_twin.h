@@ -18,6 +18,17 @@ inline float bits_to_float(uint32 x) {
   return y;
 }
 
+inline uint64 double_to_bits(double x) {
+  uint64 y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+inline double bits_to_double(uint64 x) {
+  double y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+
 inline float multiply(float a, float b) { return a * b; }
 inline double multiply(double a, double b) { return a * b; }
 

@@ -14,6 +14,7 @@ PRECISIONS = {None: 0, "tf32": 1, "tf32x3": 2}
 # Entry: the header that holds it and its parameters.
 ENTRIES = {
     "forward": ("wmma/forward.cuh", "ForwardParams"),
+    "forward_registers": ("mma/forward.cuh", "ForwardParams"),
     "combine": ("combine.cuh", "ForwardParams"),
     "delta": ("delta.cuh", "BackwardParams"),
     "backward_dkdv": ("wmma/backward.cuh", "BackwardParams"),
@@ -31,7 +32,7 @@ struct Config {{
   static constexpr int d = {d}, d_v = {d_v};
   static constexpr int Br = {Br}, Bc = {Bc}, warps = {warps};
   static constexpr bool features = {features};
-}};
+{constants}}};
 #include "{header}"
 static_assert(cf::{traits}<Config>::threads == {threads},
               "the planner and the kernel disagree on the threads of a block");
@@ -39,7 +40,7 @@ static_assert(cf::{traits}<Config>::smem_bytes == {smem_bytes},
               "the planner and the kernel disagree on the shared memory of a block");
 static_assert(sizeof(cf::{params}) == {size},
               "params.py and params.cuh disagree on the size of {params}");
-extern "C" __global__ void __launch_bounds__(32 * Config::warps)
+extern "C" __global__ void __launch_bounds__(32 * Config::warps{blocks})
 {name}(const __grid_constant__ cf::{params} p) {{
   cf::{entry}<Config>(p);
 }}
@@ -67,21 +68,26 @@ def unit(entry, config, smem_bytes):
     """
     header, params = ENTRIES[entry]
     name = name_of(entry, config)
+    constants = dict(config.constants)
+    lines = (f"  static constexpr int {x} = {value};\n" for x, value in constants.items())
     return name, _TEXT.format(
         digest=source.digest(), element=ELEMENTS[config.element],
         precision=PRECISIONS[config.precision], d=config.d, d_v=config.d_v, Br=config.Br,
         Bc=config.Bc, warps=config.warps, features="true" if config.features else "false",
         header=header, traits=traits_of(entry), smem_bytes=smem_bytes, threads=32 * config.warps,
-        params=params, size=_SIZES[params], name=name, entry=entry,
+        params=params, size=_SIZES[params], name=name, entry=entry, constants="".join(lines),
+        blocks=", Config::blocks" if "blocks" in constants else "",
     )
 
 
 def name_of(entry, config):
-    """The function's name: entry, type, head dims, tile and features."""
+    """The function's name: entry, type, head dims, tile, features and constants."""
     kind = config.element if config.precision is None else config.precision
     width = f"d{config.d}" if config.d == config.d_v else f"d{config.d}v{config.d_v}"
     tile = f"{config.Br}x{config.Bc}"
-    return "_".join([entry, kind, width, tile, *(["features"] if config.features else [])])
+    constants = [f"{x}{value}" for x, value in config.constants if value]
+    features = ["features"] if config.features else []
+    return "_".join([entry, kind, width, tile, *features, *constants])
 
 
 def traits_of(entry):

@@ -1,0 +1,134 @@
+// The online softmax of rows whose scores lie in accumulators: `tile/softmax.cuh` in registers.
+//
+// Scores stay q.k here; `scale` and the base of the exponential meet in one factor, so that
+// P = 2^(factor S - factor m) costs one multiply-add and one exponential. Both the factor and so
+// the scale must be positive.
+#pragma once
+
+#include "../tile/softmax.cuh"
+#include "fragment.cuh"
+
+namespace cf {
+
+// 2^x, as exact as P must be: its errors are the same in acc and in l.
+CF_DEVICE float exp2(float x) { return ptx::exp2_approx(x); }
+
+// 2^x for x < 1000, to 2e-16; 0 below 2^-1022. A polynomial of degree 11 in the part of x that is
+// left of the nearest integer, with Chebyshev's error of 2e-17; the integer goes into the exponent.
+CF_DEVICE double exp2(double x) {
+  constexpr double coefficients[] = {
+      4.4558179083360645e-10, 7.074194297288521e-09, 1.0178057087733941e-07, 1.3215432535912375e-06,
+      1.5252733841556773e-05, 1.5403530463724353e-04, 1.333355814640647e-03, 9.618129107587256e-03,
+      5.5504108664821625e-02, 2.4022650695910158e-01, 6.931471805599453e-01, 1.0};
+  constexpr double shift = 6755399441055744.0;          // 1.5 * 2^52: sums end in whole numbers
+  const double whole = x + shift, rest = x - (whole - shift);
+  double p = coefficients[0];
+#pragma unroll
+  for (int i = 1; i < 12; ++i) p = p * rest + coefficients[i];
+  const double power = ptx::bits_to_double(ptx::double_to_bits(p)
+                                           + (ptx::double_to_bits(whole) << 52));
+  return x < -1022.0 ? 0.0 : x != x ? x : power;
+}
+
+// Rows of a warp: `fragments` times 16, of which a lane has two each, g and g + 8. Its l is the sum
+// over the columns that it has itself.
+template <typename Config, int fragments_>
+struct OnlineSoftmax {
+  using F = Fragments<Config>;
+  using T = typename F::Sum;
+  static constexpr int fragments = fragments_;
+  T m[fragments][2], l[fragments][2];
+  T factor, lazy;          // log2(e) scale; how far q.k may pass m
+
+  CF_DEVICE explicit OnlineSoftmax(const Params& p)
+      : factor(T(p.scale * 1.4426950408889634)), lazy(T(p.lazy / p.scale)) {
+#pragma unroll
+    for (int i = 0; i < 2 * fragments; ++i) {
+      m[i / 2][i % 2] = -inf<T>();
+      l[i / 2][i % 2] = T(0);
+    }
+  }
+
+  // The reference in the exponent; 0 while nothing was visible.
+  CF_DEVICE T reference(T m_) const { return m_ == -inf<T>() ? T(0) : m_ * factor; }
+
+  // m_new = max(m, rowmax(S)) where that passes m by more than `lazy`; l and acc follow. Each row
+  // decides for itself; the vote only skips code that no row of the warp needs.
+  template <int keys, int columns>
+  CF_DEVICE void move_reference(const typename F::C (&S)[fragments][keys],
+                                typename F::C (&acc)[fragments][columns]) {
+    T top[fragments][2];
+    bool moves = false;
+#pragma unroll
+    for (int i = 0; i < 2 * fragments; ++i) {
+      top[i / 2][i % 2] = lane_max(S[i / 2], i % 2);
+      moves = moves || top[i / 2][i % 2] > m[i / 2][i % 2] + lazy;
+    }
+    if (!__any_sync(0xFFFFFFFF, moves)) return;
+#pragma unroll
+    for (int i = 0; i < 2 * fragments; ++i) {
+      T& m_row = m[i / 2][i % 2];
+      const T highest = row_max(top[i / 2][i % 2]);
+      const T m_new = highest > m_row + lazy ? highest : m_row;
+      const T alpha = m_row == -inf<T>() ? T(0) : exp2(reference(m_row) - reference(m_new));
+      m_row = m_new;
+      l[i / 2][i % 2] *= alpha;
+#pragma unroll
+      for (int n = 0; n < columns; ++n) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (row_step(e) == 8 * (i % 2)) acc[i / 2][n].x[e] *= alpha;
+        }
+      }
+    }
+  }
+
+  // S -> P; l += rowsum(P).
+  template <int keys>
+  CF_DEVICE void exponentials(typename F::C (&S)[fragments][keys]) {
+#pragma unroll
+    for (int i = 0; i < 2 * fragments; ++i) {
+      const T m_ref = reference(m[i / 2][i % 2]);
+      T sum = T(0);
+#pragma unroll
+      for (int j = 0; j < keys; ++j) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (row_step(e) != 8 * (i % 2)) continue;
+          T& x = S[i / 2][j].x[e];
+          x = exp2(x * factor - m_ref);
+          sum += x;                                     // of the unrounded P
+        }
+      }
+      l[i / 2][i % 2] += sum;
+    }
+  }
+
+  // The largest of a lane's scores in one row; a NaN among them shows up in P.
+  template <int keys>
+  static CF_DEVICE T lane_max(const typename F::C (&S)[keys], int half) {
+    float top = -inf<float>();
+#pragma unroll
+    for (int j = 0; j < keys; ++j) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (row_step(e) == 8 * half) top = fmaxf(top, rank(S[j].x[e]));
+      }
+    }
+    return from_rank(top, T(0));
+  }
+  // What scores are compared by. The upper halves of doubles order like floats (infinities, which
+  // are NaN there, are passed over): a reference may be 20 bits of the maximum, and comparing
+  // floats does not hold up the pipe of the doubles.
+  static CF_DEVICE float rank(float x) { return x; }
+  static CF_DEVICE float rank(double x) {
+    return ptx::bits_to_float(uint32(ptx::double_to_bits(x) >> 32));
+  }
+  static CF_DEVICE float from_rank(float x, float) { return x; }
+  static CF_DEVICE double from_rank(float x, double) {
+    const uint64 bits = uint64(ptx::float_to_bits(x)) << 32;
+    return x == -inf<float>() ? -inf<double>() : ptx::bits_to_double(bits);
+  }
+};
+
+}  // namespace cf

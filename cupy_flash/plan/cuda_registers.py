@@ -1,0 +1,108 @@
+"""The tiles of the forward kernel that keeps scores, P and acc in registers, and when it serves.
+
+It is fast because nothing but Q, K and V goes through shared memory; it knows neither mask nor bias,
+softcap or ALiBi, which the general kernel of `cuda_tiles` has.
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+from .cuda_tiles import FRAGMENT, lazy
+from .types import CudaConfig
+
+# Scores stay q.k until the exponential, where one factor brings scale and base in. It must be
+# positive, and far from the ends of float32.
+SCALES = 2.0**-60, 2.0**60
+
+
+class Row(NamedTuple):
+    """A row of the table.
+
+    `width` is the widest head dim that it serves. `blocks` of it are to run on a multiprocessor;
+    `keep_Q` has Q in registers. `rows`, if not 0, asks for so many packed query rows.
+    """
+
+    Br: int
+    Bc: int
+    warps: int
+    width: int
+    reason: str
+    blocks: int = 2
+    keep_Q: bool = False
+    rows: int = 0
+
+
+# The first row that fits is taken.
+ROWS = {
+    "16-bit": (
+        Row(128, 64, 4, 64, "32 rows a warp: each fragment of K and V feeds two products"),
+        Row(128, 48, 4, 128, "32 rows a warp, few keys beside the wide accumulator"),
+        Row(128, 64, 8, 256, "a wide d_v: 16 rows a warp, eight warps share K and V", blocks=1),
+        Row(64, 48, 4, 256, "a wide d_v in 99 KiB: four warps, few keys"),
+    ),
+    "tf32": (
+        Row(128, 48, 4, 64, "32 rows a warp: each fragment of K and V feeds two products"),
+        Row(128, 32, 4, 128, "32 rows a warp, few keys beside the wide accumulator"),
+        Row(64, 32, 4, 256, "a wide d_v: 16 rows a warp fill the registers"),
+        Row(64, 16, 4, 256, "a wide d_v in 99 KiB: a fragment of keys"),
+    ),
+    "tf32x3": (
+        Row(128, 32, 4, 64, "32 rows a warp, few keys: operands come in two parts"),
+        Row(64, 32, 4, 128, "16 rows a warp, few keys: operands come in two parts"),
+        Row(64, 16, 4, 256, "a wide d_v: 16 rows a warp and a fragment of keys"),
+    ),
+    "float64": (
+        Row(64, 16, 4, 64, "16 rows a warp, Q in registers", keep_Q=True),
+        Row(128, 32, 8, 128, "eight warps share K and V; acc takes half the registers", blocks=1),
+        Row(64, 16, 4, 128, "four warps and few keys, in 163 KiB"),
+    ),
+}
+
+
+def choose(problem, device):
+    """(config, bytes of shared memory, reason) of the first row that serves; or None, and why not.
+    """
+    obstacle = obstacle_of(problem)
+    if obstacle:
+        return None, obstacle
+    for row in ROWS[kind_of(problem)]:
+        config = config_of(problem, row)
+        need = smem_bytes(config)
+        if (max(config.d, config.d_v) <= row.width and need <= device.smem
+                and problem.group * problem.Nq >= row.rows):
+            return (config, need, row.reason), None
+    return None, f"no tile in registers for head dims {problem.d} and {problem.d_v}"
+
+
+def obstacle_of(problem):
+    """What the kernel cannot do of a problem, in words; None if it can do all."""
+    p = problem
+    if p.has_mask or p.has_alibi or p.bias_shape or p.softcap:
+        return "mask, bias, softcap and ALiBi go through shared memory"
+    if not SCALES[0] <= p.scale <= SCALES[1]:
+        return f"a scale of {p.scale:g} cannot be joined with the exponential"
+    return None
+
+
+def kind_of(problem):
+    """The key of the table for an element type and precision."""
+    if problem.dtype in ("float16", "bfloat16"):
+        return "16-bit"
+    return problem.precision or problem.dtype
+
+
+def config_of(problem, row):
+    """What the kernel is compiled for, to serve this problem with this row."""
+    p = problem
+    d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
+    constants = (("blocks", row.blocks), ("keep_Q", int(row.keep_Q)))
+    return CudaConfig(p.dtype, p.precision, d, d_v, row.Br, row.Bc, row.warps, False, lazy(p),
+                      constants)
+
+
+def smem_bytes(config):
+    """Dynamic shared memory of a block, as the kernel's traits add it up."""
+    itemsize = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[config.element]
+    d, d_v, Br, Bc = config.d, config.d_v, config.Br, config.Bc
+    Q_and_K = (Br + Bc) * (d + (8 if itemsize == 2 else 4))
+    return (Q_and_K + Bc * (d_v + 16 // itemsize)) * itemsize

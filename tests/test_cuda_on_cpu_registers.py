@@ -1,0 +1,208 @@
+"""The forward kernel in registers on fibers, against the CPU path."""
+
+import numpy as np
+import pytest
+from cases import FEATURES, Case, inputs
+from cuda_on_cpu.harness import COMPILER, Fibers, KernelError
+from numerics import assert_bit_equal
+from test_cuda_on_cpu import (
+    HIDDEN,
+    KINDS,
+    LAYOUTS,
+    assert_same,
+    far_apart,
+    small,
+    wide,
+    without_window,
+)
+
+import cupy_flash as cf
+from cupy_flash import plan
+from cupy_flash.plan import cuda as cuda_planner
+from cupy_flash.plan.cuda_registers import Row
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
+
+# Two warps of 16 rows each; a fragment of keys.
+# Waits and barriers of the kernel.
+PLACES = 8
+SMALL = Row(32, 16, 2, 256, "of a test")
+TABLE = [x for x in FEATURES if not (x.label[1:2].isdigit() or x.mask or x.bias or x.softcap
+                                     or x.alibi) and (x.scale is None or x.scale > 0)]
+
+
+def fibers(row=SMALL, **options):
+    return Fibers(registers=row, **options)
+
+
+def on_cpu(x, row=SMALL):
+    """Forward on the CPU path with the GPU's roundings, in the accumulators' dtype."""
+    with plan.tuned(Br=row.Br, Bc=row.Bc, round_P=True):
+        return cf.attention(x.q, x.k, x.v, return_lse=True, out_dtype=wide(x),
+                            **without_window(x))
+
+
+def check(label, kind, x, row=SMALL, factor=1):
+    gpu = fibers(row)
+    got = gpu.forward(x.q, x.k, x.v, out_dtype=wide(x), **x.options)
+    assert not x.q.size or "forward_registers" in gpu.barriers
+    assert_same(label, kind, got, on_cpu(x, row), factor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("feature", TABLE, ids=lambda feature: feature.label)
+def test_table(feature, kind):
+    check(feature.label, kind, inputs(small(feature, kind)))
+
+
+@pytest.mark.parametrize("kind, row, d, d_v", [
+    ("bfloat16", Row(128, 64, 4, 64, "", keep_Q=True), 64, 64),
+    ("bfloat16", Row(128, 48, 4, 128, ""), 120, 128),
+    ("float16", Row(64, 64, 4, 256, ""), 250, 7),
+    ("float16", Row(96, 32, 2, 256, ""), 33, 70),
+    ("tf32", Row(128, 32, 4, 256, ""), 72, 96),
+    ("tf32x3", Row(64, 16, 4, 256, ""), 130, 20),
+    ("float64", Row(64, 32, 4, 256, "", keep_Q=True), 17, 48),
+    ("float64", Row(128, 16, 8, 256, "", blocks=1), 112, 112),
+], ids=str)
+def test_tiles(kind, row, d, d_v):
+    """One to three fragments of rows a warp, d and d_v of any width, more rows than there are."""
+    dtype, precision = KINDS[kind]
+    x = inputs(Case("tile", Nq=141, Nk=170, Hq=2, Hk=1, d=d, d_v=d_v, causal=True, dtype=dtype,
+                    precision=precision, data="mean1"))
+    check("tile", kind, x, row)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(kind, layout):
+    """The same bits for any strides and alignment; rows of whole 16-byte loads, and of none."""
+    dtype, precision = KINDS[kind]
+    for d, d_v in ((24, 40), (21, 35), (40, 16)):
+        x = inputs(Case("layout", Nq=21, Nk=37, B=2, Hq=4, Hk=2, d=d, d_v=d_v, dtype=dtype,
+                        precision=precision))
+        want = fibers().forward(x.q, x.k, x.v, **x.options)
+        q, k, v = (LAYOUTS[layout](a) for a in (x.q, x.k, x.v))
+        got = fibers().forward(q, k, v, **x.options)
+        for name, a, b in zip(("out", "lse"), got, want, strict=True):
+            assert_bit_equal(f"{layout} {name}", a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["lens", "lens-causal", "window"])
+def test_hidden_values_do_not_matter(kind, how):
+    dtype, precision = KINDS[kind]
+    x = inputs(Case("hidden", Nq=21, Nk=37, B=2, Hq=2, Hk=1, d=20, d_v=36, dtype=dtype,
+                    precision=precision, **HIDDEN[how]))
+    keys, rows = np.zeros((2, 1, 37, 1), bool), np.zeros((2, 2, 21, 1), bool)
+    for b in range(2):
+        if how == "window":
+            keys[b, :, :12 - 6] = keys[b, :, 12 + 21 + 2:] = True
+        else:
+            keys[b, :, x.options["kv_lens"][b]:] = rows[b, :, x.options["q_lens"][b]:] = True
+
+    def call(value):
+        """The results with `value` in everything that is hidden."""
+        with np.errstate(over="ignore"):
+            bad = np.array(value).astype(x.q.dtype)
+        q, k, v = (np.where(where, bad, a) for where, a in ((rows, x.q), (keys, x.k), (keys, x.v)))
+        return fibers().forward(q, k, v, **x.options)
+
+    want = call(0)
+    for value in (np.nan, np.inf, float(np.finfo(np.float32).max)):
+        for name, a, b in zip(("out", "lse"), call(value), want, strict=True):
+            assert_bit_equal(f"{value} {name}", a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_visible_nan_is_seen(kind):
+    x = inputs(small(Case("nan", causal=True, Hq=2, Hk=1, Nq=200, Nk=200), kind))
+    for name, array in (("k", x.k), ("v", x.v), ("q", x.q)):
+        bad = array.copy()
+        bad[..., 9, 3] = np.nan
+        out, lse = fibers().forward(*(bad if n == name else a for n, a in
+                                      (("q", x.q), ("k", x.k), ("v", x.v))), **x.options)
+        out = out.astype(np.float64)
+        rows = slice(9, 10) if name == "q" else slice(9, None)
+        columns = slice(3, 4) if name == "v" else slice(None)
+        assert np.isnan(out[..., rows, columns]).all(), name
+        assert name == "v" or np.isnan(lse[..., rows]).all(), name
+        assert np.isfinite(lse[..., :9]).all(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_see_nothing_beside_nan(kind):
+    """A NaN that others of their tile see leaves them at zero."""
+    x = inputs(small(Case("beside", causal=True, q_offset=-50, Hq=2, Hk=1, Nq=100, Nk=100), kind))
+    x.k[..., 0, :] = x.v[..., 0, :] = np.nan
+    out, lse = fibers().forward(x.q, x.k, x.v, **x.options)
+    assert (out[..., :10, :] == 0).all() and (lse[..., :10] == -np.inf).all()
+    assert np.isnan(out[..., 10:, :].astype(np.float32)).all() and np.isnan(lse[..., 10:]).all()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "tf32x3", "float64"])
+@pytest.mark.parametrize("options", [
+    {}, {"causal": True}, {"kv_lens": (100, 40)}, {"kv_lens": (133, 0)},
+], ids=str)
+def test_splits(kind, options, monkeypatch):
+    monkeypatch.setattr(cuda_planner, "SPLIT_KEYS", 32)
+    dtype, precision = KINDS[kind]
+    x = inputs(Case("splits", Nq=3, Nk=133, B=2, Hq=2, Hk=1, d=20, d_v=36, dtype=dtype,
+                    precision=precision, **options))
+    gpu = fibers(sms=64)
+    got = gpu.forward(x.q, x.k, x.v, out_dtype=wide(x), **x.options)
+    assert {"forward_registers", "combine"} <= set(gpu.barriers)
+    # A split's rows have a reference of their own, so that in bfloat16 all of P is rounded anew.
+    assert_same("splits", kind, got, on_cpu(x), 10 if kind == "bfloat16" else 1)
+
+
+@pytest.mark.parametrize("kind", ["float16", "tf32", "float64"])
+def test_neither_order_nor_grid_changes_a_bit(kind):
+    x = inputs(small(Case("order", B=2, Hq=4, Hk=2, causal=True), kind))
+    want = fibers().forward(x.q, x.k, x.v, **x.options)
+    for seed, grid in ((2, 1), (3, 2), (4, 1000), (5, 7)):
+        got = fibers(seed=seed, grid=grid).forward(x.q, x.k, x.v, **x.options)
+        for name, a, b in zip(("out", "lse"), got, want, strict=True):
+            assert_bit_equal(f"seed {seed}, grid {grid}, {name}", a, b)
+
+
+def test_offsets_beyond_32_bits():
+    """Rows 128 MiB apart, heads 5 GiB: only a few pages of that memory ever exist."""
+    x = inputs(Case("far", Nq=21, Nk=37, Hq=2, Hk=2, d=24, d_v=40, dtype="bfloat16"))
+    want = fibers().forward(x.q, x.k, x.v)
+    got = fibers().forward(*(far_apart(a) for a in (x.q, x.k, x.v)))
+    for name, a, b in zip(("out", "lse"), got, want, strict=True):
+        assert_bit_equal(name, a, b)
+
+
+# Barriers and waits left out.
+
+KEEPING = SMALL._replace(keep_Q=True)
+FAULTY = {"bfloat16": KEEPING, "float16": SMALL, "tf32": SMALL}
+
+
+def results(kind, **options):
+    """What the kernel writes, or None if it did not come to its end; the places of its waits."""
+    dtype, precision = KINDS[kind]
+    x = inputs(Case("waits", Nq=75, Nk=69, B=2, Hq=2, Hk=1, d=20, d_v=20, dtype=dtype,
+                    precision=precision, kv_lens=(69, 0)))
+    gpu = fibers(FAULTY[kind], grid=1, **options)
+    try:
+        got = [a.tobytes() for a in gpu.forward(x.q, x.k, x.v, **x.options)]
+    except KernelError:
+        return None, ()
+    return got, gpu.barriers["forward_registers"]
+
+
+def test_every_barrier_and_wait_is_needed():
+    """Left out, each shows in some kind: the first wait where Q is rounded, for example."""
+    left = set()
+    for kind in FAULTY:
+        left |= set(results(kind)[1])
+    assert len(left) == PLACES
+    for kind in FAULTY:
+        want, places = results(kind)
+        for place in left & set(places):
+            if any(results(kind, seed=seed, skip=place)[0] != want for seed in range(1, 7)):
+                left.discard(place)
+    assert left == set()
