@@ -16,7 +16,9 @@
 #include <ucontext.h>
 
 #include <functional>
+#include <map>
 #include <memory>
+#include <new>
 #include <set>
 #include <string>
 #include <vector>
@@ -59,12 +61,28 @@ struct Copy {
   }
 };
 
+// A barrier in shared memory: it counts arrivals and bytes, and completes phase after phase.
+struct PhaseBarrier {
+  int arrivals = 0;                        // that complete a phase
+  int missing = 0;                         // of the current phase
+  long long bytes = 0;                     // that copies still owe to it
+  unsigned phases = 0;                     // completed so far
+  std::vector<unsigned> waiting;
+};
+
+// A numbered barrier of a block, to which threads come to wait or only to be counted.
+struct NamedBarrier {
+  unsigned count = 0;
+  std::vector<unsigned> waiting;
+};
+
 struct Fiber {
   jmp_buf state;
   ucontext_t start;
   std::unique_ptr<char[]> stack{new char[STACK]};
   bool started = false;
   std::vector<std::vector<Copy>> copies;   // in groups; the last one is still open
+  std::vector<std::vector<std::function<void()>>> products;   // likewise
 };
 
 // Where fibers meet: all of a block, or of a warp.
@@ -78,6 +96,14 @@ struct Warp {
   alignas(64) unsigned char slots[2][WARP][SLOT];
 };
 
+// Shared memory begins on a border of 1,024 bytes.
+inline unsigned char* allocate_shared(size_t bytes) {
+  return new (std::align_val_t(1024)) unsigned char[bytes];
+}
+inline void release_shared(unsigned char* memory) {
+  ::operator delete[](memory, std::align_val_t(1024));
+}
+
 struct Block {
   unsigned index = 0, grid = 1, threads = 0;
   std::vector<Fiber> fibers;
@@ -85,7 +111,10 @@ struct Block {
   std::vector<unsigned> ready;             // fibers that can go on
   Meeting all;
   unsigned alive = 0;
-  std::unique_ptr<unsigned char[]> shared;
+  std::map<unsigned long long, PhaseBarrier> barriers;   // by address
+  std::map<int, NamedBarrier> named;
+  std::vector<std::function<void()>> flights;            // copies that land sooner or later
+  std::unique_ptr<unsigned char[], void (*)(unsigned char*)> shared{nullptr, release_shared};
   std::function<void()> kernel;
   jmp_buf scheduler;
   uint64_t random = 0;
@@ -114,6 +143,12 @@ inline void meet(Meeting& meeting, unsigned count) {
   block->ready.insert(block->ready.end(), meeting.waiting.begin(), meeting.waiting.end());
   meeting.waiting.clear();
   wait();
+}
+
+// Lets those go on who wait in `waiting`.
+inline void wake(std::vector<unsigned>& waiting) {
+  block->ready.insert(block->ready.end(), waiting.begin(), waiting.end());
+  waiting.clear();
 }
 
 inline unsigned lane() { return current % WARP; }
@@ -184,6 +219,14 @@ inline unsigned pick_fiber(Block& b) {
   return pick;
 }
 
+// One of the copies that are under way ends.
+inline void land_one(Block& b) {
+  const unsigned pick = draw(unsigned(b.flights.size()));
+  const std::function<void()> land = b.flights[pick];
+  b.flights.erase(b.flights.begin() + pick);
+  land();
+}
+
 // Runs one block; false if its threads wait for each other for ever.
 __attribute__((noinline)) inline bool run_block(Block& b) {
   block = &b;
@@ -191,9 +234,16 @@ __attribute__((noinline)) inline bool run_block(Block& b) {
   b.all.waiting.clear();
   b.ready.clear();
   for (Warp& w : b.warps) w.meeting.waiting.clear();
+  b.barriers.clear();
+  b.named.clear();
+  b.flights.clear();
   for (unsigned i = 0; i < b.threads; ++i) b.ready.push_back(i);
   while (b.alive != 0) {
-    if (b.ready.empty()) return false;
+    if (!b.flights.empty() && (b.ready.empty() || draw(1024) == 0)) land_one(b);
+    if (b.ready.empty()) {
+      if (b.flights.empty()) return false;
+      continue;
+    }
     const unsigned pick = pick_fiber(b);
     current = b.ready[pick];
     b.ready[pick] = b.ready.back();
@@ -224,11 +274,12 @@ inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads,
   volatile bool finished = true, crashed = sigsetjmp(crash, 1) != 0;
   for (b.index = 0; b.index < grid && finished && !crashed; ++b.index) {
     // An array of its own, of exactly this size, so that AddressSanitizer sees every byte too many.
-    b.shared.reset(new unsigned char[shared_bytes]);
+    b.shared.reset(allocate_shared(shared_bytes));
     memset(b.shared.get(), fill, shared_bytes);
     for (Fiber& fiber : b.fibers) {
       fiber.started = false;
       fiber.copies.assign(1, {});
+      fiber.products.assign(1, {});
     }
     finished = run_block(b);
   }
@@ -242,6 +293,11 @@ inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads,
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return fibers::shown<T>(fibers::exchange(value), fibers::lane() ^ unsigned(mask));
+}
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int from) {
+  return fibers::shown<T>(fibers::exchange(value), unsigned(from));
 }
 
 inline bool __any_sync(unsigned, bool value) {

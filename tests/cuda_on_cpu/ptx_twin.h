@@ -148,3 +148,4 @@ struct Wmma<double> : WmmaTwin<double, double, 1, 8, 4> {};
 }  // namespace cf::ptx
 
 #include "mma_twin.h"
+#define CF_HOPPER_TWIN "hopper_twin.h"

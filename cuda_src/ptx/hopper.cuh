@@ -1,0 +1,169 @@
+// Instructions of sm_90a beside the products: barriers in shared memory, copies of tiles by the
+// TMA unit, registers that move between warpgroups, named barriers of a block.
+#pragma once
+
+#include "mma.cuh"
+
+namespace cf {
+
+// What the driver's cuTensorMapEncodeTiled writes: where an array lies, its extents and strides,
+// and the box of it that one copy moves. A kernel's argument, never a copy on its stack.
+struct alignas(64) TensorMap {
+  uint64 opaque[16];
+};
+
+// Where the rows of a 16-bit operand lie in shared memory: in panels of 64 columns, a row of a
+// panel in 128 bytes, its chunk c of 16 bytes at place c ^ (row % 8).
+constexpr int PANEL = 64;
+constexpr int PANEL_ROW_BYTES = 128;
+constexpr int PANEL_ALIGNMENT = 1024;     // eight rows, after which the places repeat
+
+// Bytes of a tile's panels.
+CF_HOST_DEVICE constexpr int panels_bytes(int rows, int columns) {
+  return rows * ceil_div(columns, PANEL) * PANEL_ROW_BYTES;
+}
+
+}  // namespace cf
+
+#ifndef CF_PTX_TWIN
+
+namespace cf {
+
+// An address in the block's shared memory.
+using SmemAddress = uint32;
+
+}  // namespace cf
+
+namespace cf::ptx {
+
+CF_DEVICE SmemAddress smem_address(const void* pointer) {
+  return SmemAddress(__cvta_generic_to_shared(pointer));
+}
+
+// Barriers: eight bytes of shared memory that count arrivals and, where copies report to them,
+// bytes. `arrivals` complete a phase.
+CF_DEVICE void barrier_init(SmemAddress barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+               :
+               : "r"(barrier), "r"(arrivals)
+               : "memory");
+}
+
+// Makes initialised barriers visible to the TMA unit. The block's threads still have to meet.
+CF_DEVICE void barriers_ready() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+CF_DEVICE void barrier_arrive(SmemAddress barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+               :
+               : "r"(barrier)
+               : "memory");
+}
+
+// One arrival, and `bytes` more to come from copies before the phase is complete.
+CF_DEVICE void barrier_expect(SmemAddress barrier, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :
+               : "r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Whether the phase of this parity is complete; waits a while for it.
+CF_DEVICE bool barrier_try(SmemAddress barrier, uint32 parity) {
+  uint32 done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// Waits for the phase of this parity. With CF_TRAP_AFTER, a number of polls, a wait that does not
+// end prints `name` and stops the kernel.
+CF_DEVICE void barrier_wait(SmemAddress barrier, uint32 parity, const char* name) {
+#ifdef CF_TRAP_AFTER
+  for (long long polls = 0; !barrier_try(barrier, parity); ++polls) {
+    if (polls == CF_TRAP_AFTER) {
+      printf("block %d, thread %d waits for ever at barrier %s, parity %d\n", int(blockIdx.x),
+             int(threadIdx.x), name, int(parity));
+      __trap();
+    }
+  }
+#else
+  while (!barrier_try(barrier, parity)) {
+  }
+#endif
+}
+
+// Copies the box at the coordinates (innermost first) to `to`, which is aligned to 1,024 bytes;
+// what lies outside the array becomes zero. `full` counts the whole box's bytes.
+CF_DEVICE void load_box(SmemAddress to, const TensorMap& map, SmemAddress full, int c0, int c1,
+                        int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+      :
+      : "r"(to), "l"(&map), "r"(full), "r"(c0), "r"(c1), "r"(c2),
+        "r"(c3)
+      : "memory");
+}
+
+CF_DEVICE void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
+}
+
+// 16 bytes of zeros.
+CF_DEVICE void store_zeros(SmemAddress to) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" : : "r"(to), "r"(0) : "memory");
+}
+
+// Orders this thread's writes to shared memory before reads by the TMA unit and by wgmma. The
+// threads that wrote still have to meet those that start the reads.
+CF_DEVICE void fence_async_reads() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Hands registers between the warpgroups of a block; all threads of a warpgroup together. The sum
+// over the block may not pass what the launch allocated: a raise that cannot be met waits for ever.
+template <int registers>
+CF_DEVICE void raise_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(registers));
+}
+template <int registers>
+CF_DEVICE void lower_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(registers));
+}
+
+// The block's barrier `id` (1 ... 15): waits until `threads` have come or arrived.
+CF_DEVICE void named_barrier_wait(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
+}
+CF_DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
+}
+
+// Waits for ever if x is not 0: a place that code which x depends on cannot be moved behind, nor
+// code behind it to before.
+CF_DEVICE void require_zero(uint32 x) {
+  while (x != 0) asm volatile("nanosleep.u32 1000;" ::: "memory");
+}
+
+// 1 for a negative number; 0 for all others and for the NaN that arithmetic gives.
+CF_DEVICE uint32 sign_of(float x) { return __float_as_uint(x) >> 31; }
+
+// 1 / x to one unit in the last place.
+CF_DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace cf::ptx
+
+#else
+#include CF_HOPPER_TWIN
+#endif

@@ -1,0 +1,207 @@
+// What cuda_src/ptx/hopper.cuh and wgmma.cuh do with instructions, in C++ on fibers.
+//
+// A copy by the TMA unit wipes its target out when it starts and lands at any time before its
+// barrier lets anyone pass. A product computes when it is waited for, from what shared memory and
+// registers hold then, which is the latest time that a GPU may read them.
+#pragma once
+
+namespace cf {
+using SmemAddress = uint64;
+}
+
+namespace cf::ptx {
+
+inline SmemAddress smem_address(const void* pointer) { return SmemAddress(pointer); }
+inline unsigned char* smem(SmemAddress address) { return (unsigned char*)address; }
+
+inline fibers::PhaseBarrier& phase_barrier(SmemAddress address) {
+  return fibers::block->barriers[address];
+}
+inline void complete_phase(fibers::PhaseBarrier& barrier) {
+  if (barrier.missing != 0 || barrier.bytes != 0) return;
+  ++barrier.phases;
+  barrier.missing = barrier.arrivals;
+  fibers::wake(barrier.waiting);
+}
+
+inline void barrier_init(SmemAddress barrier, int arrivals) {
+  phase_barrier(barrier) = {arrivals, arrivals};
+}
+inline void barriers_ready() {}
+inline void barrier_arrive(SmemAddress barrier) {
+  --phase_barrier(barrier).missing;
+  complete_phase(phase_barrier(barrier));
+}
+inline void barrier_expect(SmemAddress barrier, uint32 bytes) {
+  phase_barrier(barrier).bytes += bytes;
+  barrier_arrive(barrier);
+}
+inline bool barrier_try(SmemAddress barrier, uint32 parity) {
+  return phase_barrier(barrier).phases % 2 != parity;
+}
+inline void barrier_wait(SmemAddress barrier, uint32 parity, const char* name) {
+  if (fibers::left_out(name, 0)) return;
+  while (!barrier_try(barrier, parity)) {
+    phase_barrier(barrier).waiting.push_back(fibers::current);
+    fibers::wait();
+  }
+}
+
+// A tensor map here: address, four extents, three strides in bytes, the box, in this order.
+inline void load_box(SmemAddress to, const TensorMap& map, SmemAddress full, int c0, int c1, int c2,
+                     int c3) {
+  uint64 x[16];
+  memcpy(x, &map, sizeof x);
+  const int64 rows = int64(x[9] * x[10] * x[11]);
+  memset(smem(to), 0xFF, rows * 128);
+  fibers::block->flights.push_back([=] {
+    for (int64 r = 0; r < rows; ++r) {
+      const int64 at[4] = {c0, c1 + r % int64(x[9]), c2 + r / int64(x[9]) % int64(x[10]),
+                           c3 + r / int64(x[9] * x[10])};
+      for (int64 c = 0; c < 64; ++c) {
+        uint16 element = 0;
+        bool inside = at[0] + c >= 0 && at[0] + c < int64(x[1]);
+        for (int i = 1; i < 4; ++i) inside = inside && at[i] >= 0 && at[i] < int64(x[1 + i]);
+        if (inside) {
+          const uint64 from = x[0] + 2 * (at[0] + c) + at[1] * x[5] + at[2] * x[6] + at[3] * x[7];
+          memcpy(&element, (const void*)from, 2);
+        }
+        memcpy(smem(to) + r * 128 + ((c / 8) ^ (r % 8)) * 16 + c % 8 * 2, &element, 2);
+      }
+    }
+    phase_barrier(full).bytes -= rows * 128;
+    complete_phase(phase_barrier(full));
+  });
+}
+
+inline void store_zeros(SmemAddress to) { memset(smem(to), 0, 16); }
+inline void fence_async_reads() {}
+
+template <int registers>
+void raise_registers() {}
+template <int registers>
+void lower_registers() {}
+
+inline void count_in(fibers::NamedBarrier& barrier, int threads) {
+  if (++barrier.count < unsigned(threads)) return;
+  barrier.count = 0;
+  fibers::wake(barrier.waiting);
+}
+inline void named_barrier_arrive(int id, int threads) {
+  count_in(fibers::block->named[id], threads);
+}
+inline void named_barrier_wait(int id, int threads, const char* file = __builtin_FILE(),
+                               int line = __builtin_LINE()) {
+  if (fibers::left_out(file, line)) return named_barrier_arrive(id, threads);
+  fibers::NamedBarrier& barrier = fibers::block->named[id];
+  barrier.waiting.push_back(fibers::current);
+  count_in(barrier, threads);
+  fibers::wait();
+}
+
+inline void require_zero(uint32 x) {
+  if (x != 0) fibers::wait();
+}
+inline uint32 sign_of(float x) { return x < 0; }
+inline float reciprocal(float x) { return 1 / x; }
+
+// A matrix in shared memory, and how many bytes into it a product begins.
+struct Operand {
+  SmemAddress tile;
+  int rows, bytes;
+
+  // Element (row, k) where the 16 elements summed over lie in a row.
+  template <typename T>
+  float by_rows(int row, int k) const {
+    const int inside = bytes % PANEL_ROW_BYTES + 2 * k;
+    return element<T>(bytes / PANEL_ROW_BYTES * PANEL_ROW_BYTES, row, inside);
+  }
+  // Element (k, column) where they lie in a column.
+  template <typename T>
+  float by_columns(int k, int column) const {
+    const int row = bytes / PANEL_ROW_BYTES + k;
+    return element<T>(column / PANEL * rows * PANEL_ROW_BYTES, row, column % PANEL * 2);
+  }
+  template <typename T>
+  float element(int start, int row, int inside) const {
+    T x;
+    memcpy(&x, smem(tile) + start + row * PANEL_ROW_BYTES + ((inside / 16) ^ (row % 8)) * 16
+                   + inside % 16, sizeof x);
+    return product_value(x);
+  }
+};
+struct Descriptor {
+  SmemAddress tile;
+  int rows;
+
+  Descriptor(SmemAddress tile_, int rows_) : tile(tile_), rows(rows_) {}
+  Operand at(int bytes) const { return {tile, rows, bytes}; }
+};
+
+inline auto& products() { return fibers::block->fibers[fibers::current].products; }
+inline void products_begin() {}
+inline void products_commit() { products().emplace_back(); }
+template <int pending>
+void products_wait(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  if (fibers::left_out(file, line)) return;
+  while (products().size() > pending + 1) {
+    for (auto& product : products().front()) product();
+    products().erase(products().begin());
+  }
+  fibers::meet(fibers::warp().meeting, fibers::WARP);   // a warp's lanes wait together
+}
+template <typename T, int n>
+void settle(T (&)[n]) {}
+template <typename T, int n, int m>
+void settle(T (&)[n][m]) {}
+
+template <typename T, int N>
+struct Wgmma {
+  using Sums = float[N / 2];
+  static int row(int i) {
+    const int t = int(fibers::current) % 128;
+    return t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8;
+  }
+  static int column(int i) { return i / 4 * 8 + int(fibers::current) % 4 * 2 + i % 2; }
+  // The sums are nobody's until they are waited for.
+  static void lose(Sums& d) {
+    for (float& x : d) x = bits_to_float(0x7FFFFFFF);
+  }
+
+  static void rows(Sums& d, Operand a, Operand b, int sum) {
+    if (!sum) lose(d);
+    products().back().push_back([&d, a, b, sum] {
+      for (int i = 0; i < N / 2; ++i) {
+        float x = sum ? d[i] : 0;
+        for (int k = 0; k < 16; ++k) {
+          x += a.by_rows<T>(row(i), k) * b.by_rows<T>(column(i), k);
+        }
+        d[i] = x;
+      }
+    });
+  }
+  static void columns(Sums& d, const uint32 (&a)[4], Operand b, int sum) {
+    if (!sum) lose(d);
+    products().back().push_back([&d, &a, b, sum] {
+      struct Words {
+        uint32 word[4];
+      } mine;
+      memcpy(mine.word, a, sizeof mine);
+      unsigned char(*slots)[fibers::SLOT] = fibers::exchange(mine);
+      float A[2][16];
+      for (int t = 0; t < 4; ++t) {
+        const Words other = fibers::shown<Words>(slots, fibers::lane() / 4 * 4 + t);
+        T x[8];
+        memcpy(x, other.word, sizeof x);
+        for (int j = 0; j < 8; ++j) A[j / 2 % 2][2 * t + j % 2 + j / 4 * 8] = product_value(x[j]);
+      }
+      for (int i = 0; i < N / 2; ++i) {
+        float x = sum ? d[i] : 0;
+        for (int k = 0; k < 16; ++k) x += A[i / 2 % 2][k] * b.by_columns<T>(k, column(i));
+        d[i] = x;
+      }
+    });
+  }
+};
+
+}  // namespace cf::ptx
