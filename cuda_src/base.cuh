@@ -12,9 +12,9 @@
 #endif
 
 // The block's dynamic shared memory as an array of bytes. A host that runs kernels on a CPU has its
-// own definition.
+// own definition. The tiles of wgmma begin on borders of 1,024 bytes.
 #ifndef CF_DYNAMIC_SHARED
-#define CF_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#define CF_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 #endif
 
 namespace cf {

@@ -45,6 +45,8 @@ class GpuDevice:
         Bytes of shared memory that a block can have.
     kind : str
         ``"cuda"``.
+    wgmma : bool
+        Whether it has the instructions of sm_90a and NVRTC can be told to use them.
     """
 
     number: int
@@ -53,6 +55,7 @@ class GpuDevice:
     sms: int
     smem: int
     kind: str = "cuda"
+    wgmma: bool = False
 
     def __str__(self):
         return f"{self.kind} {self.number}, {self.name}, sm_{self.arch}, {self.sms} multiprocessors"
@@ -72,7 +75,7 @@ def cpu():
 @cache
 def gpu(number):
     """The GPU with CUDA's `number`; NotImplementedError if it is too old."""
-    from cupy.cuda import runtime
+    from cupy.cuda import nvrtc, runtime
 
     properties = runtime.getDeviceProperties(number)
     arch = 10 * properties["major"] + properties["minor"]
@@ -82,8 +85,10 @@ def gpu(number):
             f"`q` is on GPU {number}, {name}, with compute capability {arch / 10:.1f}: the kernels "
             f"need {OLDEST_GPU / 10:.1f} or newer; pass NumPy arrays (cupy.asnumpy(x)) to compute "
             "on the CPU")
+    # CuPy asks for sm_90: an option of ours for sm_90a is a second one, which older NVRTC rejects.
+    wgmma = arch == 90 and nvrtc.getVersion() >= (12, 9)
     return GpuDevice(number, name, arch, properties["multiProcessorCount"],
-                     properties["sharedMemPerBlockOptin"])
+                     properties["sharedMemPerBlockOptin"], wgmma=wgmma)
 
 
 def adopt(name, x):

@@ -9,7 +9,7 @@ from cupy.cuda import MemoryPointer, UnownedMemory
 from cupy_flash import device
 from cupy_flash.backends.cuda import compile as compiled
 from cupy_flash.backends.cuda import launch
-from cupy_flash.backends.cuda.params import PARAMS
+from cupy_flash.backends.cuda.params import PARAMS, HopperForwardParams
 from cupy_flash.device import GpuDevice
 
 H200 = GpuDevice(0, "a pretended H200", 90, 132, 227 * 1024)
@@ -40,7 +40,7 @@ class Launches(list):
 
 
 @contextmanager
-def pretended_gpu(monkeypatch):
+def pretended_gpu(monkeypatch, gpu=H200):
     """Within the context CuPy arrays go to a GPU that records what it is asked to do."""
     records = Launches()
 
@@ -48,12 +48,13 @@ def pretended_gpu(monkeypatch):
         def run(grid, block, arguments, shared):
             (struct,) = arguments
             direction = "forward" if name.startswith(("forward", "combine")) else "backward"
-            records.append((name, grid, block, struct.copy().view(PARAMS[direction])[0], shared))
+            dtype = HopperForwardParams if name.startswith("hopper_forward") else PARAMS[direction]
+            records.append((name, grid, block, struct.copy().view(dtype)[0], shared))
         return run
 
     monkeypatch.setattr(cupy.cuda, "alloc", fake_alloc)
     monkeypatch.setattr(launch, "get_device_id", lambda: 0)
-    monkeypatch.setattr(device, "gpu", lambda number: H200)
+    monkeypatch.setattr(device, "gpu", lambda number: gpu)
     monkeypatch.setattr(compiled, "_function", function)
     compiled.launches.cache_clear()
     yield records

@@ -41,6 +41,19 @@ CF_DEVICE Range visible_keys(const Params& p, int64 first, int64 last, int64 kv_
   return {max(first - p.left, int64(0)), min(last + p.right + 1, kv_len)};
 }
 
+// A query i sees the keys i + left ... i + right - 1 that exist: the same bounds for all queries of
+// a sequence of less than 2^30, in 32 bits.
+struct Diagonals {
+  int left, right;
+
+  CF_DEVICE Diagonals(const Params& p, int64 offset)
+      : left(narrowed(offset - p.left)), right(narrowed(offset + p.right + 1)) {}
+  static CF_DEVICE int narrowed(int64 x) {
+    constexpr int64 far = 1 << 30;
+    return int(min(max(x, -far), far - 1));
+  }
+};
+
 // The queries of `q_len` that see any of the keys first ... end - 1; {0, 0} if none.
 CF_DEVICE Range visible_queries(const Params& p, int64 first, int64 end, int64 q_len, int64 kv_len,
                                 int64 offset) {

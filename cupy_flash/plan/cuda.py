@@ -1,8 +1,9 @@
 """Plans for GPUs: which kernels, with which tiles, how much shared memory, how many blocks."""
 
+from dataclasses import replace
 from math import ceil
 
-from . import cuda_registers
+from . import cuda_hopper, cuda_registers
 from .cuda_tiles import FRAGMENT, choose, lazy
 from .types import Buffer, CudaConfig, Launch, Plan
 
@@ -11,9 +12,26 @@ ROWS_PER_BLOCK = 4      # of delta and combine, one warp each
 
 
 def plan_forward(problem, device):
-    """A forward kernel, and `combine` after it if the keys were split."""
+    """The kernel for sm_90a where it serves, otherwise one for every GPU."""
+    tuned, obstacle = cuda_hopper.choose(problem, device)
+    everywhere = _plan_forward_everywhere(problem, device, obstacle)
+    if not tuned:
+        return everywhere
+    config, smem, reason = tuned
+    launch = replace(_launch("hopper_forward", config, cuda_hopper.count_tasks(problem, config), 1,
+                             smem, reason), resident=True)
+    return replace(_plan("forward", problem, device, [launch], []), unaligned=everywhere)
+
+
+def _plan_forward_everywhere(problem, device, obstacle):
+    """A forward kernel, and `combine` after it if the keys were split.
+
+    obstacle: why none for sm_90a; None if it was not one.
+    """
     p = problem
     entry, config, smem, reason = _forward_kernel(p, device)
+    if obstacle:
+        reason += f"; not by wgmma: {obstacle}"
     tasks = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
     splits = _splits(p, tasks, config, device)
     if splits > 1:

@@ -90,7 +90,8 @@ class Launch:
     """One kernel over `tasks` tasks: by `threads` workers, or by blocks of `threads` on a GPU.
 
     `splits` is how many parts the keys (in backward on the CPU: the rows) are cut into;
-    `smem_bytes` is the dynamic shared memory of a block.
+    `smem_bytes` is the dynamic shared memory of a block. Blocks of a `resident` kernel fill a
+    multiprocessor and take task after task, so that there are no more of them than those.
     """
 
     entry: str
@@ -100,18 +101,24 @@ class Launch:
     splits: int
     reason: str
     smem_bytes: int = 0
+    resident: bool = False
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Plan:
-    """All launches of one pass, in order, and the workspace they share."""
+    """All launches of one pass, in order, and the workspace they share.
+
+    `unaligned`, if there, is the plan for arrays that do not begin on borders of 16 bytes:
+    addresses are no part of a problem, so this is decided at each call.
+    """
 
     direction: str
     problem: Problem
     device: Device | GpuDevice
     launches: tuple[Launch, ...]
     workspace: tuple[Buffer, ...]
+    unaligned: "Plan | None" = None
 
     @property
     def workspace_bytes(self):
@@ -132,4 +139,7 @@ class Plan:
             lines.append("  nothing to compute")
         for buffer in self.workspace:
             lines.append(f"  workspace {buffer.name}: {buffer.nbytes:,} bytes")
+        if self.unaligned:
+            launches = ", ".join(launch.entry for launch in self.unaligned.launches)
+            lines.append(f"  arrays not on borders of 16 bytes: {launches}")
         return "\n".join(lines)

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from cupy_flash.backends.cpu import _with_results
-from cupy_flash.backends.cuda import params, source
+from cupy_flash.backends.cuda import params, source, tensor_maps
 from cupy_flash.backends.cuda.unit import ENTRIES, unit
 from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.device import GpuDevice
-from cupy_flash.plan import cuda_registers, cuda_tiles
+from cupy_flash.plan import cuda_hopper, cuda_registers, cuda_tiles
 from cupy_flash.plan.cuda import plan_backward, plan_forward
 
 HERE = Path(__file__).parent
@@ -74,9 +74,10 @@ def compile_unit(stem, text, name, params, flags):
 
 
 @contextmanager
-def tile(Br, Bc, warps, registers):
+def tile(Br, Bc, warps, registers, hopper):
     """Within the context, plans have this tile instead of one of a table's."""
     table, tuned = dict(cuda_tiles.TILES), dict(cuda_registers.ROWS)
+    kept, cuda_hopper.ROWS = cuda_hopper.ROWS, (hopper,)
     row = (cuda_tiles.Tile(Br, Bc, warps, "of a test"),)
     cuda_tiles.TILES.update(dict.fromkeys(table, row))
     cuda_registers.ROWS.update(dict.fromkeys(tuned, registers and (registers,)))
@@ -85,6 +86,31 @@ def tile(Br, Bc, warps, registers):
     finally:
         cuda_tiles.TILES.update(table)
         cuda_registers.ROWS.update(tuned)
+        cuda_hopper.ROWS = kept
+
+
+class HostMap:
+    """What stands for a tensor map on fibers: its arguments as they are."""
+
+    def __init__(self, dtype, extents, strides, box):
+        self.words = np.zeros(16, np.uint64)
+        self.words[1:12] = *extents, *strides, *box
+
+    def __call__(self, address):
+        """The 128 bytes."""
+        self.words[0] = address
+        return self.words.tobytes()
+
+
+def put_maps(packed, plan, operands):
+    """The maps of q, k, v into a struct."""
+    kept, tensor_maps.MapMaker = tensor_maps.MapMaker, HostMap
+    try:
+        makers = tensor_maps.TensorMaps(plan, operands).makers
+    finally:
+        tensor_maps.MapMaker = kept
+    for name, make, x in zip(("q_map", "k_map", "v_map"), makers, operands[:3], strict=True):
+        packed[name] = np.frombuffer(make(params.address(x)), "V128")
 
 
 class KernelError(RuntimeError):
@@ -114,14 +140,17 @@ class Fibers:
         For the compiler.
     registers : cuda_registers.Row or tuple ()
         The row of the forward kernel in registers; without one the general kernels serve.
+    hopper : cuda_hopper.Row or None
+        The row of the kernel for sm_90a; without one it does not serve.
     """
 
     def __init__(self, Br=16, Bc=16, warps=2, seed=1, grid=3, sms=1, skip="", fill=NAN_BYTE,
-                 missing=0, flags=("-O1",), registers=()):
-        self.tile = (Br, Bc, warps, registers)
+                 missing=0, flags=("-O1",), registers=(),
+                 hopper=None):
+        self.tile = (Br, Bc, warps, registers, hopper)
         self.seed, self.grid, self.skip, self.fill, self.flags = seed, grid, skip, fill, flags
         self.missing = missing
-        self.device = GpuDevice(0, "fibers", 80, sms, 163 << 10)
+        self.device = GpuDevice(0, "fibers", 80, sms, 163 << 10, wgmma=hopper is not None)
         self.only = ()                  # the kernels to run; empty: all of a plan
         self.barriers = {}              # entry: the barriers that it reached
 
@@ -160,6 +189,8 @@ class Fibers:
             build(launch.entry, launch.config, launch.smem_bytes, self.flags)
         for launch in launches:
             packed = params.pack(plan, launch, operands, {"delta": 0} | addresses)
+            if launch.entry == "hopper_forward":
+                put_maps(packed, plan, operands)
             self.launch(launch, packed)
         return operands
 

@@ -21,13 +21,15 @@ def launches(plan):
     number = plan.device.number
     return tuple(
         (_function(number, *unit(x.entry, x.config, x.smem_bytes), x.smem_bytes),
-         (min(x.tasks, MOST_BLOCKS),), (x.threads,), x.smem_bytes, x.tasks)
+         (min(x.tasks, plan.device.sms if x.resident else MOST_BLOCKS),), (x.threads,),
+         x.smem_bytes, x.tasks)
         for x in plan.launches)
 
 
-def options():
-    """What NVRTC is told beside CuPy's own options."""
-    return "-std=c++17", f"-I{source.folder()}"
+def options(name=""):
+    """What NVRTC is told beside CuPy's own options, of which it overrules the architecture."""
+    return ("-std=c++17", f"-I{source.folder()}",
+            *(["--gpu-architecture=sm_90a"] if name.startswith("hopper_") else []))
 
 
 @cache
@@ -62,7 +64,7 @@ def _load(name, text):
 
 
 def _compiled(name, text):
-    kernel = cupy.RawModule(code=text, options=options()).get_function(name)
+    kernel = cupy.RawModule(code=text, options=options(name)).get_function(name)
     kernel.compile()
     return kernel
 

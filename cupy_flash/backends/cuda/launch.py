@@ -31,6 +31,8 @@ def _run(plan, operands):
     if template is None:
         return operands
     words = template.fill(operands, workspace.ptr if workspace else 0)
+    if plan.unaligned and not template.aligned(words, operands):
+        return _run(plan.unaligned, operands)
     struct = template.struct(words)
     for function, grid, block, smem_bytes, tasks in launches(plan):
         template.set_tasks(words, tasks)        # a launch has copied its struct when it returns

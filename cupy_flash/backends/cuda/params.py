@@ -12,6 +12,9 @@ from math import ceil
 
 import numpy as np
 
+from ...plan import cuda_hopper
+from .tensor_maps import TensorMaps
+
 KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 WIDEST_LOAD = 16
 
@@ -37,6 +40,17 @@ BackwardParams = np.dtype([
     *_COMMON, *((name, Tensor) for name in _GRADIENTS), ("delta", "u8"),
     *((name, "i8") for name in ("Nbias_q", "Nbias_k", "batch_bias", "heads_bias")),
 ])
+# The maps lie on borders of 64 bytes.
+_EXTRAS = {"pack": ("i4", 0), "section": ("i4", 4), "unit": ("f4", 8), "lazy_2": ("f4", 12),
+           "q_map": ("V128", 72), "k_map": ("V128", 200), "v_map": ("V128", 328)}
+HopperForwardParams = np.dtype({
+    "names": [*ForwardParams.names, *_EXTRAS],
+    "formats": [*(field for field, _ in ForwardParams.fields.values()),
+                *(kind for kind, _ in _EXTRAS.values())],
+    "offsets": [*(start for _, start in ForwardParams.fields.values()),
+                *(ForwardParams.itemsize + start for _, start in _EXTRAS.values())],
+    "itemsize": 1024,
+})
 PARAMS = {"forward": ForwardParams, "backward": BackwardParams}
 
 _ABSENT = (0, 0, 0, 0, 0, 0)
@@ -59,7 +73,8 @@ def pack(plan, launch, operands, addresses):
     Returns
     -------
     numpy.ndarray
-        Of size one, of dtype `ForwardParams` or `BackwardParams`.
+        Of size one, of dtype `ForwardParams`, `HopperForwardParams` (without the maps) or
+        `BackwardParams`.
     """
     p, mask = plan.problem, plan.problem.mask
     values = {
@@ -84,7 +99,10 @@ def pack(plan, launch, operands, addresses):
         extents = p.bias_shape or (0, 0, 0, 0)
         names = ("batch_bias", "heads_bias", "Nbias_q", "Nbias_k")
         values |= {"delta": addresses.get("delta", 0), **dict(zip(names, extents, strict=True))}
-    packed = np.zeros(1, PARAMS[plan.direction])
+    hopper = launch.entry == "hopper_forward"
+    if hopper:
+        values |= cuda_hopper.extras(p, launch.config)
+    packed = np.zeros(1, HopperForwardParams if hopper else PARAMS[plan.direction])
     for name, value in values.items():
         packed[name] = value
     return packed
@@ -99,8 +117,8 @@ class Template:
 
     def __init__(self, plan, operands, offsets):
         direction = plan.direction
-        dtype = PARAMS[direction]
         packed = pack(plan, plan.launches[0], operands, offsets)
+        dtype = packed.dtype
         self._words = packed.view(np.uint64)
         self._opaque = np.dtype(f"V{dtype.itemsize}")
         self._tasks = dtype.fields["tasks"][1] // 8
@@ -111,6 +129,10 @@ class Template:
                         for i, name in given]
         self._workspace = [(dtype.fields[name][1] // 8, x) for name, x in offsets.items()]
         self._bits = _row_bits(*(getattr(operands, name) for name in _LOADED[direction]))
+        self._maps = None
+        if dtype == HopperForwardParams:
+            self._maps = TensorMaps(plan, operands)
+            self._maps_from = dtype.fields["q_map"][1] // 8
 
     def fill(self, operands, workspace):
         """The struct of a call as words; `struct` turns them into a kernel's argument.
@@ -126,7 +148,13 @@ class Template:
         for place, offset in self._workspace:
             words[place] = workspace + offset
         words[self._vector] = bits & -bits
+        if self._maps and self.aligned(words, operands):
+            words[self._maps_from:] = self._maps(operands)
         return words
+
+    def aligned(self, words, operands):
+        """Whether q, k, v and out begin, with all their rows, on borders of 16 bytes."""
+        return words[self._vector] == WIDEST_LOAD and not operands.out.data.ptr % WIDEST_LOAD
 
     def struct(self, words):
         """The words as one element, which CuPy passes by value; it shares their memory."""

@@ -6,7 +6,7 @@ There is nothing generated in it but names and numbers; the kernels are template
 from functools import lru_cache
 
 from . import source
-from .params import BackwardParams, ForwardParams
+from .params import BackwardParams, ForwardParams, HopperForwardParams
 
 ELEMENTS = {"float16": "cf::half_t", "bfloat16": "cf::bfloat16_t", "float32": "float",
             "float64": "double"}
@@ -15,13 +15,15 @@ PRECISIONS = {None: 0, "tf32": 1, "tf32x3": 2}
 ENTRIES = {
     "forward": ("wmma/forward.cuh", "ForwardParams"),
     "forward_registers": ("mma/forward.cuh", "ForwardParams"),
+    "hopper_forward": ("hopper/forward.cuh", "HopperForwardParams"),
     "combine": ("combine.cuh", "ForwardParams"),
     "delta": ("delta.cuh", "BackwardParams"),
     "backward_dkdv": ("wmma/backward.cuh", "BackwardParams"),
     "backward_dq": ("wmma/backward.cuh", "BackwardParams"),
     "dbias": ("wmma/dbias.cuh", "BackwardParams"),
 }
-_SIZES = {"ForwardParams": ForwardParams.itemsize, "BackwardParams": BackwardParams.itemsize}
+_SIZES = {"ForwardParams": ForwardParams.itemsize, "BackwardParams": BackwardParams.itemsize,
+          "HopperForwardParams": HopperForwardParams.itemsize}
 
 _TEXT = """\
 // sources sha256: {digest}

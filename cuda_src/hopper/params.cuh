@@ -1,0 +1,22 @@
+// The parameters of the kernels for sm_90a: those of the pass, and how the TMA unit finds q, k, v.
+#pragma once
+
+#include "../params.cuh"
+#include "../ptx/hopper.cuh"
+
+namespace cf {
+
+struct HopperForwardParams : ForwardParams {
+  int32 pack;        // query heads whose rows stand side by side in a tile: 1 or the whole group
+  int32 section;     // heads (of `pack` query heads) that are worked on at a time; see Turns
+  float unit;        // P = 2^(unit q.k - reference): scale log2(e), above 0
+  float lazy_2;      // the lazy threshold as a power of 2
+  TensorMap q_map;   // boxes [64 / pack, pack, 64] of [batch, Nq, heads_q, d]
+  TensorMap k_map;   // boxes [Bc, 64] of [batch, heads_k, Nk, d]
+  TensorMap v_map;   // boxes [Bc, 64] of [batch, heads_k, Nk, d_v]
+};
+
+static_assert(sizeof(TensorMap) == 128, "TensorMap must have 128 bytes");
+static_assert(sizeof(HopperForwardParams) == 1024, "the maps begin at byte 640");
+
+}  // namespace cf

@@ -1,0 +1,85 @@
+// The producer of the forward kernel: one thread that finds work and has the TMA unit load tiles.
+#pragma once
+
+#include "tiles.cuh"
+
+namespace cf {
+
+template <typename Config>
+struct Producer {
+  using Traits = HopperForwardTraits<Config>;
+  const HopperForwardParams& p;
+  const HopperForwardTiles<Config>& tiles;
+  Place<WORKS> work_place;             // of the next work
+  Place<STAGES> place;                 // of the next K; the next V is one tile behind
+
+  template <int columns, int rows>
+  static CF_DEVICE void load_panels(SmemAddress tile, const TensorMap& map, SmemAddress full,
+                                    int c1, int c2, int c3) {
+#pragma unroll
+    for (int i = 0; i < ceil_div(columns, PANEL); ++i) {
+      ptx::load_box(tile + i * rows * PANEL_ROW_BYTES, map, full, i * PANEL, c1, c2, c3);
+    }
+  }
+  // Each consumer's rows by themselves: they become free and are needed at different times.
+  CF_DEVICE void load_Q(const Work& w) {
+    const Place<Traits::q_stages> q_place = {work_place.count};
+    const int query = w.query(0, p.pack), step = 64 / p.pack;
+    const int stage = q_place.stage();
+    for (int group = 0; group < Traits::groups; ++group) {
+      const SmemAddress full = tiles.q(group).full(stage);
+      tiles.q(group).claim(q_place, "q_empty");
+      ptx::barrier_expect(full, Traits::q_bytes);
+      load_panels<Config::d, 64>(tiles.Q(stage, group), p.q_map, full, w.head,
+                                 query + group * step, w.b);
+    }
+  }
+  CF_DEVICE void load_K(int head_k, int b, int key0) {
+    const int stage = place.stage();
+    tiles.k().claim(place, "k_empty");
+    ptx::barrier_expect(tiles.k().full(stage), Traits::k_bytes);
+    load_panels<Config::d, Config::Bc>(tiles.K(stage), p.k_map, tiles.k().full(stage), key0,
+                                       head_k, b);
+  }
+  CF_DEVICE void load_V(int head_k, int b, int key0) {
+    const Place<STAGES> before = place.before();
+    const int stage = before.stage();
+    tiles.v().claim(before, "v_empty");
+    ptx::barrier_expect(tiles.v().full(stage), Traits::v_bytes);
+    load_panels<Config::d_v, Config::Bc>(tiles.V(stage), p.v_map, tiles.v().full(stage), key0,
+                                         head_k, b);
+  }
+  CF_DEVICE void publish(const Work& w) {
+    tiles.work().claim(work_place, "work_empty");
+    tiles.works[work_place.stage()] = w;
+    ptx::barrier_arrive(tiles.work().full(work_place.stage()));
+  }
+
+  // In the order in which tiles are needed and places become free: V after the next tile's K, also
+  // where that belongs to the next work.
+  CF_DEVICE void run() {
+    Turns<Config> turns{p};
+    int head_k = 0, b = 0, values = -1;                 // of the V that is still to be loaded
+    while (turns.next()) {
+      const Work w = turns.open();
+      if (w.empty()) continue;
+      publish(w);
+      for (int key0 = w.last_tile; key0 >= w.first_tile; key0 -= Config::Bc) {
+        load_K(w.head_k, w.b, key0);
+        if (values >= 0) load_V(head_k, b, values);
+        if (key0 == w.last_tile) load_Q(w);
+        head_k = w.head_k;
+        b = w.b;
+        values = key0;
+        ++place.count;
+      }
+      ++work_place.count;
+    }
+    if (values >= 0) load_V(head_k, b, values);
+    Work none = {};
+    none.b = -1;
+    publish(none);
+  }
+};
+
+}  // namespace cf

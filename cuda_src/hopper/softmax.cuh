@@ -1,0 +1,105 @@
+// The online softmax on accumulators of wgmma: a thread holds a part of two rows.
+#pragma once
+
+#include "../tile/softmax.cuh"
+#include "work.cuh"
+
+namespace cf {
+
+constexpr float LN_2 = 0.6931471805599453f, LARGEST = 3.4028234663852886e38f;
+
+// Element i of the accumulators belongs to row i / 2 % 2 of the thread's two.
+CF_HOST_DEVICE constexpr int row_of(int i) { return i / 2 % 2; }
+
+// m and l of the thread's two rows. Before any key is visible the reference is the lowest number:
+// whatever comes then moves it, unless it is that number, which stands for itself.
+struct RowState {
+  float m_ref[2];          // the reference as a power of 2
+  float l[2];              // this thread's part of the sum
+
+  CF_DEVICE RowState() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      m_ref[r] = -LARGEST;
+      l[r] = 0.f;
+    }
+  }
+};
+
+// The largest of the thread's S in each row, in four chains a row: one would wait for itself.
+template <int n>
+CF_DEVICE void row_maxima(const float (&S)[n], float (&m)[2]) {
+  float chain[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) chain[i] = S[i];
+#pragma unroll
+  for (int i = 8; i < n; ++i) chain[i % 8] = fmaxf(chain[i % 8], S[i]);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    m[r] = fmaxf(fmaxf(chain[2 * r], chain[2 * r + 1]), fmaxf(chain[2 * r + 4], chain[2 * r + 5]));
+  }
+}
+
+// S -> P in place; l moves on. Returns whether the warp has to scale its accumulators by alpha: the
+// reference of a row moves only when the row's maximum passes it by the lazy threshold. The four
+// threads of a row look at the whole row only if that may be so.
+template <int n>
+CF_DEVICE bool softmax_step(float (&S)[n], RowState& state, float (&alpha)[2],
+                            const HopperForwardParams& p) {
+  float m[2];
+  row_maxima(S, m);                                     // fmaxf drops a NaN; it shows up in P
+  const bool moves = fmaf(m[0], p.unit, -state.m_ref[0]) > p.lazy_2
+                     || fmaf(m[1], p.unit, -state.m_ref[1]) > p.lazy_2;
+  const bool any = __any_sync(0xFFFFFFFF, moves);
+  if (any) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      m[r] = row_max(m[r]);
+      const bool move = fmaf(m[r], p.unit, -state.m_ref[r]) > p.lazy_2;
+      const float m_ref = move ? m[r] * p.unit : state.m_ref[r];
+      alpha[r] = ptx::exp2_approx(state.m_ref[r] - m_ref);
+      state.m_ref[r] = m_ref;
+      state.l[r] *= alpha[r];
+    }
+  }
+  float sum[8] = {};
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    S[i] = ptx::exp2_approx(fmaf(S[i], p.unit, -state.m_ref[row_of(i)]));
+    sum[i % 8] += S[i];                                 // of the unrounded P
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    state.l[r] += (sum[2 * r] + sum[2 * r + 1]) + (sum[2 * r + 4] + sum[2 * r + 5]);
+  }
+  return any;
+}
+
+// Which of a thread's columns in a row lie before `end`, a bit each: it has the first two of every
+// eight, counted from its first one.
+CF_DEVICE uint32 columns_before(int end) {
+  const int n = end <= 0 ? 0 : 2 * (end / 8) + min(end % 8, 2);
+  return n >= 32 ? 0xFFFFFFFF : (1u << n) - 1;
+}
+
+// S = -inf outside of the keys that each of the thread's rows sees; column0: the key of the
+// thread's first column.
+template <int n>
+CF_DEVICE void hide_keys(float (&S)[n], const KeyRange (&visible)[2], int column0) {
+#pragma unroll
+  for (int start = 0; start < n / 2; start += 32) {     // columns of a row, in words of 32
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int before = column0 + 4 * start;
+      const uint32 seen = columns_before(visible[r].end - before)
+                          & ~columns_before(visible[r].first - before);
+#pragma unroll
+      for (int j = 0; j < 32 && start + j < n / 2; ++j) {
+        const int i = (start + j) / 2 * 4 + 2 * r + j % 2;
+        if (!(seen & (1u << j))) S[i] = -inf<float>();
+      }
+    }
+  }
+}
+
+}  // namespace cf

@@ -1,0 +1,80 @@
+// Accumulators of wgmma to memory.
+#pragma once
+
+#include "softmax.cuh"
+
+namespace cf {
+
+// The four lanes of a row hold two neighbouring columns of each eight: word[j] of lane t is columns
+// 8 j + 2 t, 8 j + 2 t + 1. Afterwards word[i] of lane t is columns 8 t + 2 i, 8 t + 2 i + 1: 16
+// bytes that lie side by side.
+CF_DEVICE void gather_columns(uint32 (&word)[4], int t) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = t & step;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j & step) continue;                           // word[j] and word[j + step] change lanes
+      const uint32 given = upper ? word[j] : word[j + step];
+      const uint32 taken = __shfl_xor_sync(0xFFFFFFFF, given, step);
+      word[j] = upper ? taken : word[j];
+      word[j + step] = upper ? word[j + step] : taken;
+    }
+  }
+}
+
+CF_DEVICE uint64 row_address(const HopperForwardParams& p, const Tensor& t, const Work& w, int r) {
+  return t.address + w.b * t.b + w.head_of(r, p.pack) * t.h + w.query(r, p.pack) * t.n;
+}
+
+// Ends the sum of row r, which is row `own` of the thread's two: stores lse and returns 1 / l. Both
+// are for rows that see no key, and rows behind q_lens, -inf and 0.
+CF_DEVICE float close_row(const HopperForwardParams& p, const Work& w, int r, int own,
+                          const RowState& state) {
+  const float l = row_sum(state.l[own]);
+  const bool any = r < w.rows && l != 0.f;
+  if (threadIdx.x % 4 == 0 && r < w.count && p.lse.address != 0) {
+    const float lse = any ? fmaf(state.m_ref[own], LN_2, log(l)) : -inf<float>();
+    at<float>(row_address(p, p.lse, w, r)) = lse;
+  }
+  return any ? ptx::reciprocal(l) : 0.f;
+}
+
+// out = acc / l.
+template <typename T, int n>
+CF_DEVICE void store_row(const HopperForwardParams& p, const Work& w, int r, int own,
+                         const float (&acc)[n], float factor) {
+  const int t = int(threadIdx.x) % 4;
+  const uint64 row = row_address(p, p.out, w, r) + 16 * t;
+  const int columns = r < w.count ? int(p.d_v) - 8 * t : 0;
+#pragma unroll
+  for (int block = 0; block < ceil_div(n, 16); ++block) {
+    uint32 word[4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = 16 * block + 4 * j + 2 * own;
+      if (i < n) {
+        // A select: the accumulators of a row without keys may hold NaN.
+        word[j] = factor != 0.f ? ptx::pack<T>(acc[i] * factor, acc[i + 1] * factor) : 0;
+      }
+    }
+    gather_columns(word, t);
+    if (32 * block < columns) {
+      at<Chunk>(row + 64 * block) = Chunk{word[0], word[1], word[2], word[3]};
+    }
+  }
+}
+
+// One warp: the rows of a tile of which no row sees a key.
+CF_DEVICE void store_nothing(const HopperForwardParams& p, const Work& w) {
+  const int chunks = int(p.d_v) / 8;
+  for (int i = int(threadIdx.x) % 32; i < w.count * chunks; i += 32) {
+    const int r = i / chunks;
+    at<Chunk>(row_address(p, p.out, w, r) + 16 * (i % chunks)) = Chunk{};
+    if (i % chunks == 0 && p.lse.address != 0) {
+      at<float>(row_address(p, p.lse, w, r)) = -inf<float>();
+    }
+  }
+}
+
+}  // namespace cf

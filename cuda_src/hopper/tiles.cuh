@@ -1,0 +1,76 @@
+// SmemAddress memory of the forward kernel, and the barriers in it.
+#pragma once
+
+#include "../ptx/wgmma.cuh"
+#include "ring.cuh"
+#include "work.cuh"
+
+namespace cf {
+
+constexpr int SMEM_MOST = 227 * 1024;     // of a block on sm_90
+constexpr int STAGES = 2;                 // of K and of V
+constexpr int WORKS = 2;
+
+template <typename Config>
+struct HopperForwardTraits {
+  using T = typename Config::element;
+  static constexpr int threads = 32 * Config::warps;
+  static constexpr int groups = Config::warps / 4 - 1;     // consumers: warpgroups of 64 rows
+  static constexpr int q_bytes = panels_bytes(64, Config::d);
+  static constexpr int k_bytes = panels_bytes(Config::Bc, Config::d);
+  static constexpr int v_bytes = panels_bytes(Config::Bc, Config::d_v);
+  // Works and barriers take the first 1,024 bytes.
+  static constexpr int other_bytes = PANEL_ALIGNMENT + STAGES * (k_bytes + v_bytes);
+  // Two tiles of Q where they fit: the next one then comes while this one is in use.
+  static constexpr int q_stages = other_bytes + 2 * groups * q_bytes <= SMEM_MOST ? 2 : 1;
+  static constexpr int smem_bytes = other_bytes + q_stages * groups * q_bytes;
+  // Of a thread, out of the 65,536 that the block is launched with: the sum must not pass them.
+  static constexpr int producer_registers = groups == 2 ? 40 : 32;
+  static constexpr int consumer_registers = groups == 2 ? 232 : 160;
+  // Consumers take turns at the products, so that one's products run beside the other's softmax.
+  // With wide accumulators the products outlast the softmax anyway.
+  static constexpr bool takes_turns = Config::d_v <= 128;
+  static_assert(Config::Br == 64 * groups && (groups == 2 || groups == 3),
+                "Br must be 64 rows for each of 2 or 3 consumers");
+  static_assert(Config::Bc % 16 == 0 && Config::d % 16 == 0 && Config::d_v % 16 == 0,
+                "Bc, d and d_v must be multiples of 16");
+  static_assert(smem_bytes <= SMEM_MOST, "the tiles do not fit in shared memory");
+};
+
+template <typename Config>
+struct HopperForwardTiles {
+  using Traits = HopperForwardTraits<Config>;
+  using QRing = Ring<Traits::q_stages>;
+  Work* works;             // [WORKS]
+  SmemAddress barriers;         // behind the works
+  SmemAddress tiles;            // Q [q_stages][groups], K [STAGES], V [STAGES], each in panels
+
+  CF_DEVICE explicit HopperForwardTiles(unsigned char* memory)
+      : works(reinterpret_cast<Work*>(memory)),
+        barriers(ptx::smem_address(memory) + WORKS * SmemAddress(sizeof(Work))),
+        tiles(ptx::smem_address(memory) + PANEL_ALIGNMENT) {}
+
+  CF_DEVICE SmemAddress Q(int stage, int group) const {
+    return tiles + (stage * Traits::groups + group) * Traits::q_bytes;
+  }
+  CF_DEVICE SmemAddress K(int stage) const {
+    return Q(Traits::q_stages, 0) + stage * Traits::k_bytes;
+  }
+  CF_DEVICE SmemAddress V(int stage) const { return K(STAGES) + stage * Traits::v_bytes; }
+  CF_DEVICE Ring<WORKS> work() const { return {barriers}; }
+  CF_DEVICE Ring<STAGES> k() const { return {barriers + Ring<WORKS>::bytes}; }
+  CF_DEVICE Ring<STAGES> v() const { return {k().barriers + Ring<STAGES>::bytes}; }
+  CF_DEVICE QRing q(int group) const {
+    return {v().barriers + Ring<STAGES>::bytes + group * QRing::bytes};
+  }
+  // One thread, before the block's threads meet.
+  CF_DEVICE void init_barriers() const {
+    work().init(4 * Traits::groups);
+    k().init(4 * Traits::groups);
+    v().init(4 * Traits::groups);
+    for (int group = 0; group < Traits::groups; ++group) q(group).init(4);
+    ptx::barriers_ready();
+  }
+};
+
+}  // namespace cf

@@ -1,0 +1,94 @@
+"""Tensor maps: how the TMA unit of sm_90 finds the boxes of an array.
+
+The CUDA driver writes them, 128 bytes each; no CUDA device is asked. A map holds an address, so the
+maps of a call are kept by the addresses of its arrays.
+"""
+
+import ctypes
+from functools import cache
+
+import numpy as np
+
+from ...plan.cuda_hopper import PANEL, pack_of
+
+_BYTES = 128
+_ALIGNMENT = 64
+_MOST_KEPT = 256
+_ELEMENTS = {"float16": 6, "bfloat16": 9}
+_SWIZZLE_128B, _PROMOTION_256B = 3, 3
+
+
+class TensorMaps:
+    """The maps of q, k, v of a plan's calls, which all have the layouts of the first."""
+
+    def __init__(self, plan, operands):
+        config, dtype = plan.launches[0].config, plan.problem.dtype
+        pack = pack_of(plan.problem, config.Br)
+        q, k, v = operands[:3]
+        # Rows of the heads in a pack lie side by side in a tile.
+        self.makers = (_maker(dtype, q, (3, 1, 2, 0), (PANEL, pack, PANEL // pack, 1)),
+                        *(_maker(dtype, x, (3, 2, 1, 0), (PANEL, config.Bc, 1, 1))
+                          for x in (k, v)))
+        self._kept = {}
+
+    def __call__(self, operands):
+        """The three maps of a call, as words of 8 bytes."""
+        addresses = tuple(x.data.ptr for x in operands[:3])
+        maps = self._kept.get(addresses)
+        if maps is None:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            made = [make(x) for make, x in zip(self.makers, addresses, strict=True)]
+            maps = self._kept[addresses] = np.frombuffer(b"".join(made), np.uint64)
+        return maps
+
+
+def _maker(dtype, x, order, box):
+    """The `MapMaker` of a four-axes array whose axes, innermost first, are `order`."""
+    # The stride of an axis with one entry may be any number, and is not used.
+    strides = [x.strides[i] if x.shape[i] > 1 else 16 for i in order[1:]]
+    return MapMaker(dtype, [x.shape[i] for i in order], strides, box)
+
+
+class MapMaker:
+    """The maps of one array's layout, wherever the array lies.
+
+    Parameters
+    ----------
+    dtype : str
+    extents : tuple of int
+        Of four axes, the innermost first.
+    strides : tuple of int
+        Bytes from one entry to the next of all axes but the innermost: multiples of 16.
+    box : tuple of int
+        What one copy moves of each axis; 64 of the innermost.
+    """
+
+    def __init__(self, dtype, extents, strides, box):
+        self._buffer = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
+        start = ctypes.addressof(self._buffer)
+        self._map = -(-start // _ALIGNMENT) * _ALIGNMENT
+        self._arguments = (
+            ctypes.c_int(_ELEMENTS[dtype]), ctypes.c_uint32(4),
+            ctypes.c_void_p(),      # the address
+            (ctypes.c_uint64 * 4)(*extents), (ctypes.c_uint64 * 3)(*strides),
+            (ctypes.c_uint32 * 4)(*box), (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+            ctypes.c_int(0), ctypes.c_int(_SWIZZLE_128B), ctypes.c_int(_PROMOTION_256B),
+            ctypes.c_int(0),        # outside the array: zeros
+        )
+
+    def __call__(self, address):
+        """The map of the array at an address."""
+        element, rank, place, *rest = self._arguments
+        place.value = address
+        status = _driver().cuTensorMapEncodeTiled(ctypes.c_void_p(self._map), element, rank, place,
+                                                  *rest)
+        if status:
+            raise RuntimeError(f"cuTensorMapEncodeTiled returned the status {status}")
+        return ctypes.string_at(self._map, _BYTES)
+
+
+@cache
+def _driver():
+    """The library of the CUDA driver."""
+    return ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")

@@ -1,0 +1,136 @@
+"""The tiles of the kernels for sm_90a, and when they serve.
+
+They multiply by wgmma and load by the TMA unit, which sets conditions: 16-bit elements, strides of
+whole 16 bytes. What they cannot do goes to the kernels for every GPU, and the plan says why.
+"""
+
+from math import ceil, e, log2
+from typing import NamedTuple
+
+from .cuda_tiles import FRAGMENT, lazy
+from .types import CudaConfig
+
+PANEL = 64                  # columns of a tile that lie together, 128 bytes
+MOST_ROWS = 2**30           # packed rows, keys, tasks: they are counted in 32 bits
+FEWEST_ROWS = 64            # below, a tile of 128 rows is mostly empty
+MANY_KEYS = 1024            # they are better split if there are few tiles of rows
+SMEM = 227 << 10
+CACHED = 32 << 20           # bytes of K and V that may stay in the L2 cache beside all else
+# Scores stay q.k until the exponential, where one factor brings scale and base in. It must be
+# positive, and far from the ends of float32.
+SCALES = 2.0**-60, 2.0**60
+
+
+class Row(NamedTuple):
+    """A row of the table: rows and keys of a tile, the widest head dims, and what it is for."""
+
+    Br: int
+    Bc: int
+    d: int
+    d_v: int
+    reason: str
+
+
+# The first row whose widths suffice is taken. Rows of a tile: 64 for each consumer.
+ROWS = (
+    Row(192, 128, 64, 64, "three consumers: the accumulators of d_v = 64 leave room for them"),
+    Row(128, 128, 128, 128, "two consumers, as many keys as rows"),
+    Row(128, 128, 192, 128, "two consumers, as many keys as rows"),
+    Row(128, 112, 192, 192, "two consumers, and the keys that fit in shared memory"),
+    Row(128, 80, 256, 256, "two consumers, and the keys that fit in shared memory"),
+)
+
+
+def choose(problem, device):
+    """(config, bytes of shared memory, reason) of the row that serves; or None, and why not."""
+    obstacle = obstacle_of(problem, device)
+    if obstacle:
+        return None, obstacle
+    row = next(row for row in ROWS if problem.d <= row.d and problem.d_v <= row.d_v)
+    config = config_of(problem, row)
+    tasks = count_tasks(problem, config)
+    if 2 * tasks < device.sms and problem.Nk > MANY_KEYS:
+        return None, f"{tasks} tiles of {row.Br} rows leave most multiprocessors idle"
+    if max(tasks, problem.Nk, problem.group * problem.Nq) >= MOST_ROWS:
+        return None, "the sequences are too long to count in 32 bits"
+    return (config, smem_bytes(config), row.reason), None
+
+
+def obstacle_of(problem, device):
+    """What the kernel cannot do of a problem, in words; None if it can do all."""
+    p = problem
+    if not device.wgmma:
+        return "sm_90 and NVRTC 12.9 or newer have it"
+    if p.dtype not in ("float16", "bfloat16") or p.out_dtype != p.dtype:
+        return "wgmma takes and gives 16-bit elements here"
+    if p.has_mask or p.has_alibi or p.bias_shape or p.softcap:
+        return "mask, bias, softcap and ALiBi go through shared memory"
+    if not SCALES[0] <= p.scale <= SCALES[1]:
+        return f"a scale of {p.scale:g} cannot be joined with the exponential"
+    if p.d % 8 or p.d_v % 8:
+        return "the TMA unit moves whole 16 bytes: head dims must be multiples of 8"
+    if p.group * p.Nq < FEWEST_ROWS or p.Nk == 0:
+        return f"fewer than {FEWEST_ROWS} rows for a key head"
+    for name, shape, strides, *_ in p.layouts:
+        if (name in ("q", "k", "v", "out") and name not in p.copied
+                and not loadable(shape, strides)):
+            return f"the strides of {name} are not positive multiples of 16 bytes"
+    return None
+
+
+def loadable(shape, strides):
+    """Whether the TMA unit can walk an array, apart from its address."""
+    return all(n == 1 or (s > 0 and s % 16 == 0)
+               for n, s in zip(shape[:-1], strides[:-1], strict=True))
+
+
+def pack_of(problem, Br):
+    """Query heads in a tile: the whole group if that makes far fewer tiles, otherwise one."""
+    group, Nq = problem.group, problem.Nq
+    packed = PANEL % group == 0 and ceil(group * Nq / Br) < 0.9 * group * ceil(Nq / Br)
+    return group if packed else 1
+
+
+def count_tasks(problem, config):
+    """Tiles of query rows."""
+    p = problem
+    pack = pack_of(p, config.Br)
+    return p.batch * p.heads_q // pack * ceil(pack * p.Nq / config.Br)
+
+
+def section_of(problem, pack):
+    """Heads that are worked on at a time; 0: one after the other, all tiles of a head.
+
+    Where rows differ in their keys, the longest rows of all heads should come first, but then the
+    keys of all heads are read at once: as many heads as the cache can hold the keys of.
+    """
+    p = problem
+    if p.mask.right >= p.Nk:
+        return 0
+    heads_k = max(1, CACHED // (2 * p.Nk * (p.d + p.d_v)))
+    return min(heads_k * (p.group // pack), p.batch * p.heads_q // pack)
+
+
+def extras(problem, config):
+    """The kernel's parameters beside those of every forward kernel."""
+    pack = pack_of(problem, config.Br)
+    return {"pack": pack, "section": section_of(problem, pack),
+            "unit": problem.scale * log2(e), "lazy_2": config.lazy * log2(e)}
+
+
+def config_of(problem, row):
+    """What the kernel is compiled for, to serve this problem with this row."""
+    p = problem
+    d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
+    return CudaConfig(p.dtype, None, d, d_v, row.Br, row.Bc, 4 * (row.Br // 64 + 1), False, lazy(p),
+                      (("blocks", 1),))
+
+
+def smem_bytes(config):
+    """Dynamic shared memory of a block, as the kernel's traits add it up."""
+    def tile(rows, columns):
+        return rows * ceil(columns / PANEL) * 2 * PANEL
+
+    other = 1024 + 2 * (tile(config.Bc, config.d) + tile(config.Bc, config.d_v))
+    Q = tile(config.Br, config.d)
+    return other + (2 if other + 2 * Q <= SMEM else 1) * Q

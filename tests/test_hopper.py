@@ -1,0 +1,151 @@
+"""The kernels for sm_90a without a GPU: what ptxas makes of them, and when they are chosen."""
+
+import struct
+from dataclasses import replace
+
+import nvrtc
+import pytest
+from test_plan_cuda import H200
+from test_plan_cuda import problem as small_problem
+
+from cupy_flash.backends.cuda.unit import unit
+from cupy_flash.plan import cuda_hopper, make_plan
+from cupy_flash.plan.cuda_hopper import ROWS
+from cupy_flash.problem import UNLIMITED, Mask
+
+HOPPER = replace(H200, wgmma=True)
+# Bytes of spilled registers, of any compiler: at the ends of tiles, not in the loop over keys.
+SPILLED = {192: 192, 128: 64}
+WIDTHS = [(row.d, row.d_v) for row in ROWS] + [(80, 80), (96, 96)]
+
+
+def problem(**changes):
+    """One with tiles for every multiprocessor."""
+    return small_problem(**{"batch": 8, **changes})
+
+
+def compile_row(d, d_v, dtype="bfloat16"):
+    """(launch, cubin, log) for head dims."""
+    (launch,) = make_plan("forward", problem(d=d, d_v=d_v, dtype=dtype, out_dtype=dtype),
+                          HOPPER).launches
+    assert launch.entry == "hopper_forward"
+    cubin, log = nvrtc.compile(unit(launch.entry, launch.config, launch.smem_bytes)[1], "90a")
+    assert cubin is not None, log
+    return launch, cubin, log
+
+
+@pytest.mark.parametrize("d, d_v", WIDTHS)
+def test_every_row_compiles_as_it_is_meant(d, d_v):
+    """No warning that products wait for each other or registers stay; exponentials beside P V."""
+    launch, cubin, log = compile_row(d, d_v)
+    config = launch.config
+    assert "C75" not in log, log
+    found = nvrtc.resources(log)
+    assert max(found["spill_stores"], found["stack"]) <= SPILLED[config.Br], found
+    assert found["static_smem"] == 0
+    beside = exponentials_beside_products(cubin)
+    assert beside >= config.Bc // 2, f"{beside} of {config.Bc // 2} exponentials before the wait"
+
+
+def test_float16_compiles_too():
+    *_, log = compile_row(128, 128, "float16")
+    assert "C75" not in log
+
+
+def exponentials_beside_products(cubin):
+    """Exponentials between the wait for S and the wait for acc, in the loop over keys."""
+    count, open_group, most = 0, False, 0
+    for low, high in struct.iter_unpack("<QQ", kernel_text(cubin)):
+        if low & 0xFFF == 0x308 and high >> 8 & 0xFF == 8:      # MUFU.EX2
+            count += 1
+        if low & 0xFFF == 0x9C5 and low >> 32 & 0x8000:         # WARPGROUP.DEPBAR
+            if high >> 8 & 7 == 1:                              # all but the last group
+                count, open_group = 0, True
+            elif open_group:
+                most, open_group = max(most, count), False
+    return most
+
+
+def kernel_text(cubin):
+    """The instructions of the one kernel in an ELF file."""
+    start, = struct.unpack_from("<Q", cubin, 0x28)
+    size, number, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(number)]
+    strings = headers[names][4]
+    (text,) = [cubin[offset:offset + length] for name, _, _, _, offset, length in headers
+               if cubin[strings + name:].startswith(b".text.")]
+    return text
+
+
+def test_the_check_sees_exponentials_behind_the_wait():
+    wait = struct.pack("<QQ", 0x00008000000079C5, 0x000FE40000010000)
+    first = struct.pack("<QQ", 0x00008000000079C5, 0x000FE40000010100)
+    exponential = struct.pack("<QQ", 0x0000000D000D7308, 0x000E620000000800)
+
+    def count(code):
+        return exponentials_beside_products(elf_of(code))
+
+    assert count(first + 5 * exponential + wait) == 5
+    assert count(first + wait + 5 * exponential) == 0
+    assert count(first + 2 * exponential + wait + 3 * exponential) == 2
+
+
+def elf_of(code):
+    """As much of an ELF file around instructions as `kernel_text` reads."""
+    names = b"\0.text.f\0"
+    header = bytearray(64)
+    struct.pack_into("<Q", header, 0x28, 64 + len(code) + len(names))
+    struct.pack_into("<HHH", header, 0x3A, 64, 2, 1)
+    sections = b"".join(struct.pack("<IIQQQQ", *section).ljust(64, b"\0") for section in (
+        (1, 1, 0, 0, 64, len(code)), (0, 3, 0, 0, 64 + len(code), len(names))))
+    return bytes(header) + code + names + sections
+
+
+@pytest.mark.parametrize("d, d_v", [*WIDTHS, (8, 8), (64, 128), (136, 64), (248, 8)])
+def test_every_head_dim_has_a_row_that_fits(d, d_v):
+    (config, smem, reason), obstacle = cuda_hopper.choose(problem(d=d, d_v=d_v), HOPPER)
+    assert obstacle is None and reason
+    assert smem == cuda_hopper.smem_bytes(config) <= HOPPER.smem
+    assert config.warps == 4 * (config.Br // 64 + 1)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"dtype": "float32", "precision": "tf32", "out_dtype": "float32"}, "16-bit"),
+    ({"out_dtype": "float32"}, "16-bit"), ({"softcap": 3.0}, "softcap"),
+    ({"has_mask": True}, "mask"), ({"bias_shape": (1, 1, 1, 1)}, "bias"),
+    ({"has_alibi": True}, "ALiBi"), ({"scale": -1.0}, "scale"), ({"d": 20}, "multiples of 8"),
+    ({"Nq": 3}, "rows"), ({"Nk": 0}, "rows"),
+    ({"batch": 1, "heads_q": 1, "heads_k": 1}, "idle"),
+    ({"layouts": (("v", (2, 2, 3000, 64), (8, 8, 72, 2), "bfloat16", True),)}, "strides of v"),
+    ({"layouts": (("q", (2, 4, 10, 64), (0, 8000, 160, 2), "bfloat16", True),)}, "strides of q"),
+])
+def test_what_it_cannot_do_goes_elsewhere_and_is_said(changes, words):
+    plan = make_plan("forward", problem(**changes), HOPPER)
+    assert "hopper_forward" not in str(plan) and plan.unaligned is None
+    assert not plan.launches or words in plan.launches[0].reason, plan
+
+
+def test_other_gpus_do_not_get_it():
+    assert "hopper" not in str(make_plan("forward", problem(), H200))
+
+
+def test_the_plan_says_what_unaligned_arrays_get():
+    plan = make_plan("forward", problem(), HOPPER)
+    assert plan.launches[0].resident and "borders of 16 bytes: forward" in str(plan)
+    assert plan.unaligned.launches[0].entry.startswith("forward")
+
+
+@pytest.mark.parametrize("group, Nq, pack", [(1, 50, 1), (4, 50, 4), (4, 128, 1), (4, 90, 4),
+                                             (3, 50, 1), (64, 5, 64), (8, 1000, 1)])
+def test_heads_share_a_tile_if_that_makes_fewer(group, Nq, pack):
+    p = problem(heads_q=group, heads_k=1, Nq=Nq)
+    assert cuda_hopper.pack_of(p, 128) == pack
+
+
+def test_sections_keep_keys_in_the_cache():
+    causal = Mask(right=0)
+    assert cuda_hopper.section_of(problem(), 1) == 0
+    assert cuda_hopper.section_of(problem(mask=Mask(right=UNLIMITED)), 1) == 0
+    assert cuda_hopper.section_of(problem(mask=causal), 1) == 32
+    long = problem(mask=causal, Nk=2**16, heads_q=32, heads_k=16)
+    assert cuda_hopper.section_of(long, 1) == 4 and cuda_hopper.section_of(long, 2) == 2

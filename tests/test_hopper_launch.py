@@ -1,0 +1,87 @@
+"""The launch of the kernel for sm_90a, on pretended arrays: its parameters and its tensor maps."""
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_on_cpu.harness import HostMap
+from fake_cupy import H200, fake, pretended_gpu
+
+import cupy_flash as cf
+from cupy_flash.backends.cuda import tensor_maps
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Records of what is launched; `made` counts the maps."""
+    made = []
+
+    class CountedMap(HostMap):
+        def __call__(self, address):
+            made.append(address)
+            return super().__call__(address)
+
+    monkeypatch.setattr(tensor_maps, "MapMaker", CountedMap)
+    with pretended_gpu(monkeypatch, replace(H200, wgmma=True)) as records:
+        records.made = made
+        yield records
+
+
+def arrays(B=4, Hq=8, Hk=8, N=1000, d=64, dtype=ml_dtypes.bfloat16, skip=0):
+    """q, k, v that begin `skip` elements behind a border of 16 bytes."""
+    def one(H):
+        whole = np.zeros(B * H * N * d + skip + 8, dtype)
+        start = -whole.ctypes.data % 16 // whole.itemsize + skip
+        return fake(whole[start:][:B * H * N * d].reshape(B, N, H, d).swapaxes(1, 2))
+
+    return one(Hq), one(Hk), one(Hk)
+
+
+def words(struct, name):
+    return struct[name].tobytes()
+
+
+def test_maps_say_where_arrays_lie(launches):
+    q, k, v = arrays()
+    out = cf.attention(q, k, v, causal=True)
+    (name, grid, block, struct, shared), = launches
+    assert name.startswith("hopper_forward") and grid == (132,) and block == (512,)
+    assert shared == 115712 and struct["tasks"] == 32 * 6
+    assert struct["out"]["address"] == out.data.ptr
+    assert (struct["pack"], struct["section"]) == (1, 32)
+    assert struct["unit"] == np.float32(np.log2(np.e) / 8) and struct["lazy_2"] == 8
+    q_map, k_map = (np.frombuffer(words(struct, f"{x}_map"), np.uint64) for x in "qk")
+    assert q_map[:12].tolist() == [q.data.ptr, 64, 8, 1000, 4, 128, 8 * 128, 8000 * 128,
+                                   64, 1, 64, 1]
+    assert k_map[:12].tolist() == [k.data.ptr, 64, 1000, 8, 4, 8 * 128, 128, 8000 * 128,
+                                   64, 128, 1, 1]
+
+
+def test_maps_are_made_once_for_the_same_addresses(launches):
+    first, second = arrays(), arrays()
+    for q, k, v in (first, first, second, first, second):
+        cf.attention(q, k, v)
+    assert launches.made == [x.data.ptr for x in (*first, *second)]
+    maps = [words(record[3], "v_map") for record in launches]
+    assert maps[0] == maps[1] == maps[3] != maps[2] == maps[4]
+
+
+def test_unaligned_arrays_get_the_other_plan(launches):
+    q, k, v = arrays()
+    odd = arrays(skip=1)
+    cf.attention(q, k, v)
+    cf.attention(odd[0], k, v)
+    cf.attention(q, k, odd[2])
+    cf.attention(q, k, v, out=odd[0])
+    assert [name.startswith("hopper") for name in launches.names] == [True, False, False, False]
+    assert launches[3][3]["out"]["address"] == odd[0].data.ptr
+    assert "arrays not on borders of 16 bytes" in cf.explain(q, k, v)
+
+
+def test_the_group_of_a_key_head_shares_tiles(launches):
+    q, k, v = arrays(B=8, Hq=16, Hk=2, N=72, d=128)
+    cf.attention(q, k, v)
+    struct = launches[0][3]
+    assert struct["pack"] == 8 and struct["tasks"] == 8 * 2 * 5
+    assert np.frombuffer(words(struct, "q_map"), np.uint64)[8:12].tolist() == [64, 8, 8, 1]

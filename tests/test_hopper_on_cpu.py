@@ -1,0 +1,87 @@
+"""The forward kernel for sm_90a on fibers: all that it computes, and that every wait is needed."""
+
+import numpy as np
+import pytest
+from answers import answers_to, floors, judge
+from cases import FEATURES, Case, inputs
+from cuda_on_cpu.harness import COMPILER, Fibers, KernelError
+
+from cupy_flash.plan import cuda_hopper
+from cupy_flash.plan.cuda_hopper import Row
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
+
+TWO, THREE = Row(128, 32, 256, 256, "of a test"), Row(192, 16, 256, 256, "of a test")
+TABLE = [x for x in FEATURES
+         if not (x.mask or x.bias or x.softcap or x.alibi or x.d % 8 or (x.d_v or 8) % 8)
+         and (x.scale is None or x.scale > 0) and x.Nk < 1000]
+# All that keeps one warp from running ahead of another, with the row, keys and head dim of a problem
+# that needs it: `work_empty` where a work has one key tile, `q_empty` where there is room for one
+# tile of Q only. The turns of the consumers are not among them: they change when products run, not
+# what comes out.
+WAITS = {"q_full": (TWO, 140, 32), "k_full": (TWO, 140, 32), "v_full": (TWO, 140, 32),
+         "k_empty": (TWO, 140, 32), "v_empty": (TWO, 140, 32), "work_full": (TWO, 140, 32),
+         "work_empty": (TWO, 30, 32), "q_empty": (Row(128, 80, 256, 256, "of a test"), 160, 256)}
+
+
+@pytest.fixture(autouse=True)
+def short_sequences(monkeypatch):
+    """Tests are small."""
+    monkeypatch.setattr(cuda_hopper, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(cuda_hopper, "MANY_KEYS", 10**6)
+
+
+def check(x, row, **options):
+    fibers = Fibers(hopper=row, **options)
+    out, lse = fibers.forward(x.q, x.k, x.v, **x.options)
+    assert "hopper_forward" in fibers.barriers
+    want, plain = answers_to(x)
+    judge("hopper", {"out": out, "lse": lse}, want, plain, floors(x))
+    return out, lse
+
+
+@pytest.mark.parametrize("row, dtype", [(TWO, "bfloat16"), (THREE, "float16")],
+                         ids=["two", "three"])
+@pytest.mark.parametrize("feature", TABLE, ids=lambda feature: feature.label)
+def test_table(feature, row, dtype):
+    check(inputs(Case(**{**feature.__dict__, "dtype": dtype})), row, grid=2, sms=2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_of_threads_changes_nothing(seed):
+    x = inputs(Case("order", Nq=300, Nk=150, B=2, Hq=4, Hk=2, d=32, dtype="bfloat16", causal=True,
+                    kv_lens=(150, 90), q_lens=(300, 200)))
+    got = check(x, TWO, seed=seed, grid=2)
+    for a, b in zip(got, check(x, TWO, seed=9, grid=5), strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_keys_that_no_row_of_a_tile_sees():
+    """They may hold anything: before a window, behind the diagonal, behind a length."""
+    x = inputs(Case("hidden", Nq=140, Nk=200, Hq=1, Hk=1, d=32, dtype="bfloat16"))
+    for options, hidden in (({"causal": True, "q_offset": 0}, slice(140, None)),
+                            ({"window": (20, 5), "q_offset": 50}, [*range(30), *range(195, 200)]),
+                            ({"kv_lens": np.array([77], np.int32)}, slice(77, None))):
+        want = check(x._replace(options=options), TWO)
+        k, v = x.k.copy(), x.v.copy()
+        k[..., hidden, :] = v[..., hidden, :] = np.nan
+        got = Fibers(hopper=TWO).forward(x.q, k, v, **options)
+        for a, b in zip(got, want, strict=True):
+            assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_every_wait_is_needed(wait):
+    row, Nk, d = WAITS[wait]
+    x = inputs(Case("waits", Nq=260, Nk=Nk, B=2, Hq=2, Hk=2, d=d, dtype="bfloat16"))
+    want = check(x, row, grid=1)
+
+    def differs(seed):
+        """Whether the kernel fails, or returns something else, without the wait."""
+        try:
+            got = Fibers(hopper=row, grid=1, seed=seed, skip=f"{wait}:0").forward(x.q, x.k, x.v)
+        except KernelError:
+            return True
+        return any(a.tobytes() != b.tobytes() for a, b in zip(got, want, strict=True))
+
+    assert any(differs(seed) for seed in range(1, 9))
