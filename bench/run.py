@@ -5,8 +5,9 @@
     python bench/run.py science --only 'backward*d64' --out mine.jsonl
     python bench/run.py --table > docs/performance.md           # from the lines that are there
 
-Families: 16-bit, features, science, decode. Each cell appends a line to `--out`; cells that have
-one for this GPU and these CUDA sources are skipped, so a run that was stopped goes on.
+Families: 16-bit, portable (the same by the kernels that every GPU runs), features, science, decode.
+Each cell appends a line to `--out`; cells that have one for this GPU and these CUDA sources are
+skipped, so a run that was stopped goes on.
 
 Before anything is timed, every side's results at the very shape are compared with float64. Then
 ours and the peers take turns, round after round: calls queued on one stream behind a kernel that
@@ -28,6 +29,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT)]
 from gpu_check import Results, provenance, say  # noqa: E402
 from gpu_compile import compiling, units_of  # noqa: E402
 from speed_cells import FAMILIES, select  # noqa: E402
+from speed_device import device_of  # noqa: E402
 from speed_lines import finished, line, reason  # noqa: E402
 from speed_table import summaries, table  # noqa: E402
 
@@ -104,9 +106,10 @@ def measured(cell, data, clock, monitor):
     import peers
 
     begin = time.perf_counter()
-    able, missing = peers.sides(cell, data)
-    checked = time.perf_counter()
-    times, paces, failed = clock.compare(able)
+    with device_of(cell):
+        able, missing = peers.sides(cell, data)
+        checked = time.perf_counter()
+        times, paces, failed = clock.compare(able)
     fields = line(cell, times, missing | failed)
     for name, found in {"ours": fields["ours"], **fields["peers"]}.items():
         if found:
@@ -144,7 +147,8 @@ def kernels_of(cell):
     options = Options(causal=cell.causal, window=window, precision=cell.precision)
     try:
         problem, _ = describe(q, k, v, options)
-        return units_of(make_plan(cell.direction, problem, device.gpu(0)))
+        with device_of(cell):
+            return units_of(make_plan(cell.direction, problem, device.gpu(0)))
     except Exception as error:
         say(f"{cell.name}: no plan, {reason(error)}")
         return []

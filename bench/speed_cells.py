@@ -63,7 +63,12 @@ class Cell:
     def name(self):
         """Unique, and what `--only` is matched with."""
         return (f"{self.direction}-{self.mask}-n{self.length}-d{self.width}-b{self.B}"
-                f"-h{self.heads}-{self.kind}")
+                f"-h{self.heads}-{self.kind}{'-portable' if self.portable else ''}")
+
+    @property
+    def portable(self):
+        """Whether ours may use only what every GPU has."""
+        return self.family == "portable"
 
     @property
     def shapes(self):
@@ -113,6 +118,12 @@ def sixteen_bit():
                     yield from _square("16-bit", dtype, HIDDEN // d, N, d, causal=causal)
 
 
+def portable():
+    """The same by the kernels that every GPU runs, whatever this one could do."""
+    for cell in sixteen_bit():
+        yield replace(cell, family="portable")
+
+
 def features():
     """Grouped heads, values narrower than keys, a window."""
     for N in (4096, 16384):
@@ -138,7 +149,8 @@ def decode():
         yield Cell("decode", "forward", "bfloat16", B, Hq, Hk, 1, Nk, 128, 128)
 
 
-FAMILIES = {"16-bit": sixteen_bit, "features": features, "science": science, "decode": decode}
+FAMILIES = {"16-bit": sixteen_bit, "portable": portable, "features": features, "science": science,
+            "decode": decode}
 
 
 def select(families=(), only=(), lengths=()):

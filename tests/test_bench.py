@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupy_flash import reference
+from cupy_flash import device, reference
 from cupy_flash.backends.cuda import source
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,3 +190,18 @@ def test_reasons_are_short_and_belong_to_no_machine():
              UserWarning("d must be even (Triggered internally at x\n y)")]
     assert reason(RuntimeError("no kernel"), notes) == "d must be even"
     assert len(reason(ValueError("x" * 1000))) == 240
+
+
+def test_portable_cells_are_planned_without_wgmma(monkeypatch):
+    from speed_device import _without_wgmma, device_of
+
+    hopper = device.GpuDevice(0, "a pretended H200", 90, 132, 227 * 1024, wgmma=True)
+    monkeypatch.setattr(device, "gpu", lambda number: hopper)
+    _without_wgmma.cache_clear()
+    ours, portable = (select([family])[0] for family in ("16-bit", "portable"))
+    assert portable.name == f"{ours.name}-portable" and portable.problem == ours.problem
+    for cell, wgmma in ((ours, True), (portable, False), (ours, True)):
+        with device_of(cell):
+            assert device.gpu(0).wgmma is wgmma
+            assert device.gpu(0) is device.gpu(0)
+    _without_wgmma.cache_clear()
