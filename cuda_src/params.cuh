@@ -48,13 +48,15 @@ struct BackwardParams : Params {
   Tensor dq, dk, dv;                 // shaped as q, k, v
   Tensor dbias;                      // [batch_bias, heads_bias, Nbias_q, Nbias_k]
   uint64 delta;                      // [batch, heads_q, Nq] of the accumulators' type
+  uint64 state;                      // [batch, heads_k, tiles, lse or delta, Br] of packed rows
+  uint64 dq_sums;                    // [batch, heads_k, tiles, Br * d] in the order of registers
   int64 Nbias_q, Nbias_k, batch_bias, heads_bias;
 };
 
 static_assert(sizeof(Tensor) == 48, "Tensor must have 6 fields of 8 bytes");
 static_assert(sizeof(Params) == 8 * 48 + 19 * 8, "Params must have no holes");
 static_assert(sizeof(ForwardParams) == sizeof(Params) + 4 * 8, "ForwardParams must have no holes");
-static_assert(sizeof(BackwardParams) == sizeof(Params) + 6 * 48 + 5 * 8,
+static_assert(sizeof(BackwardParams) == sizeof(Params) + 6 * 48 + 7 * 8,
               "BackwardParams must have no holes");
 
 }  // namespace cf

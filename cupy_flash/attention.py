@@ -140,7 +140,8 @@ def attention_backward(dout, q, k, v, out, lse, *, dlse=None, deterministic=Fals
     dlse : ndarray (..., Nq), optional
         Gradient of `lse`, in its dtype.
     deterministic : bool
-        The CPU path always is: bitwise equal from run to run, whatever the number of threads calls.
+        Bitwise equal from run to run. The CPU path always is, whatever the number of threads; on a
+        GPU dq may otherwise differ in the last bits, and this takes longer.
     grad_dtype : dtype, optional
         Of all gradients: None (each in its operand's dtype) or float32 (float64 for float64).
     dq, dk, dv : ndarray, optional

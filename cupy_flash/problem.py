@@ -70,6 +70,8 @@ class Problem:
         Which optional arrays are given.
     returns_lse : bool
         Forward: whether the log-sum-exp is a result.
+    deterministic : bool
+        Backward: the same bits in every run.
     copied : tuple of str
         Inputs whose last axis had no unit stride: the kernels read a copy of them.
     layouts : tuple
@@ -98,6 +100,7 @@ class Problem:
     has_kv_lens: bool = False
     has_dlse: bool = False
     returns_lse: bool = True
+    deterministic: bool = False
     copied: tuple[str, ...] = ()
     layouts: tuple = ()
 

@@ -57,7 +57,7 @@ def test_the_unit_is_names_and_numbers():
             assert f'#include "{ENTRIES[one.entry][0]}"' in text and text.count(f"{name}(") == 1
             assert (source.folder() / ENTRIES[one.entry][0]).is_file()
             assert f"smem_bytes == {one.smem_bytes}," in text and "tf32x3" in name
-            assert "d = 48, d_v = 48" in text or one.entry in ("delta", "combine")
+            assert "d = 48, d_v = 48" in text or "backward" in one.entry or one.entry == "combine"
 
 
 def test_an_edited_source_is_another_unit(monkeypatch):
@@ -91,7 +91,9 @@ def check(launches, direction, problem, operands):
     for one, (name, grid, block, struct, shared) in zip(plan.launches, launches, strict=True):
         assert name == unit(one.entry, one.config, one.smem_bytes)[0]
         assert (grid, block, shared) == ((one.tasks,), (one.threads,), one.smem_bytes)
-        names = ("out_partial", "lse_partial") if direction == "forward" else ("delta",)
+        names = ("out_partial", "lse_partial")
+        if direction == "backward":
+            names = ("delta", "state", "dq_sums")
         addresses = {name: struct[name] for name in names}
         assert struct == params.pack(plan, one, four_axes(problem, operands), addresses)[0]
         wanted = {buffer.name for buffer in plan.workspace}
@@ -247,7 +249,7 @@ def test_a_repeated_call_binds_and_plans_nothing_anew(launches, monkeypatch):
 def test_explain_needs_no_kernel(launches):
     x = fake(np.zeros((2, 3, 300, 64), np.float16))
     text = cf.explain(x, x, fake(np.zeros((2, 3, 300, 64), np.float16, order="F")), causal=True)
-    for part in ("forward:", "backward:", "a pretended H200", "backward_dq: Br 64, Bc 64"):
+    for part in ("forward:", "backward:", "a pretended H200", "backward_fused: Br 64, Bc 128"):
         assert part in text, part
     assert launches == []
 

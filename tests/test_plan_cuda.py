@@ -7,13 +7,14 @@ import pytest
 from units import SMEM
 
 from cupy_flash.device import GpuDevice
-from cupy_flash.plan import cuda_registers, cuda_tiles, make_plan
+from cupy_flash.plan import cuda_fused, cuda_registers, cuda_tiles, make_plan
 from cupy_flash.plan.cuda import SPLIT_KEYS
 from cupy_flash.problem import Mask, Problem
 
 ENTRIES = ("forward", "backward_dkdv", "backward_dq", "dbias")
 DTYPES = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"),
           ("float64", None))
+FUSED = ["backward_prepare", "backward_fused", "backward_finish"]
 H200 = GpuDevice(0, "H200", 90, 132, 227 * 1024)
 
 
@@ -173,15 +174,71 @@ def test_backward_has_one_writer_for_each_gradient():
     delta, dkdv, dq, dbias = plan.launches
     assert delta.tasks == 2000 and dkdv.tasks == 4 * 47 and dq.tasks == 4 * 32
     assert dbias.tasks == 4 * 16
-    assert [x.entry for x in make_plan("backward", problem(), H200).launches][-1] == "backward_dq"
+    one_writer = make_plan("backward", problem(deterministic=True), H200)
+    assert [x.entry for x in one_writer.launches] == ["delta", "backward_dkdv", "backward_dq"]
+    assert "atomic additions" in str(one_writer)
+
+
+def test_the_fused_backward_sums_dq_in_workspace():
+    plan = make_plan("backward", problem(), H200)
+    prepare, fused, finish = plan.launches
+    assert [x.entry for x in plan.launches] == FUSED
+    assert fused.smem_bytes == cuda_fused.smem_bytes(fused.config) <= H200.smem
+    assert fused.tasks == 4 * ceil(3000 / fused.config.Bc)
+    assert prepare.tasks == finish.tasks == 4 * ceil(2000 / fused.config.Br)
+    rows = 4 * ceil(2000 / fused.config.Br) * fused.config.Br
+    assert {b.name: (b.extent, b.dtype) for b in plan.workspace} == {
+        "state": (2 * rows, "float32"), "dq_sums": (rows * fused.config.d, "float32")}
+
+
+@pytest.mark.parametrize("kib", [99, 163, 227])
+@pytest.mark.parametrize("dtype, precision", DTYPES)
+def test_the_fused_backward_serves_where_a_row_fits(dtype, precision, kib):
+    device = replace(H200, smem=kib * 1024)
+    widest = 64 if kib == 99 else 256 if "16" in dtype else 128
+    for d in range(1, 257):
+        for d_v in {d, 1, 256}:
+            p = problem(d=d, d_v=d_v, dtype=dtype, precision=precision)
+            config, smem, reason = cuda_fused.choose(p, device)
+            if config is None:
+                assert max(d, d_v) > widest and "such wide heads" in reason
+                continue
+            assert smem == cuda_fused.smem_bytes(config) <= device.smem and reason
+            assert d <= config.d and d_v <= config.d_v <= 256 and config.d <= 256
+            assert config.d % 16 == config.d_v % 16 == 0
+
+
+def test_each_row_of_the_fused_backward_can_be_chosen():
+    chosen = set()
+    for kib in SMEM.values():
+        for dtype, precision in DTYPES:
+            for d in range(16, 257, 16):
+                p = problem(d=d, d_v=d, dtype=dtype, precision=precision)
+                config, _, reason = cuda_fused.choose(p, replace(H200, smem=kib * 1024))
+                if config:
+                    chosen.add((cuda_fused.kind_of(p), reason))
+    assert chosen == {(kind, row.reason) for kind, rows in cuda_fused.TILES.items()
+                      for row in rows}
+
+
+@pytest.mark.parametrize("change, why", [
+    ({"has_mask": True}, "mask"), ({"has_alibi": True}, "ALiBi"), ({"softcap": 2.0}, "softcap"),
+    ({"bias_shape": (1, 1, 1, 3000)}, "bias"), ({"deterministic": True}, "no order"),
+    ({"d": 200, "dtype": "float64"}, "wide heads"),
+], ids=str)
+def test_the_general_backward_serves_the_rest_and_says_why(change, why):
+    plan = make_plan("backward", problem(**change), H200)
+    assert plan.launches[1].entry == "backward_dkdv"
+    assert "not the fused kernel" in plan.launches[1].reason and why in str(plan)
 
 
 @pytest.mark.parametrize("change, forward, backward", [
     ({"batch": 0}, [], []),
     ({"heads_q": 0, "heads_k": 0}, [], []),
-    ({"heads_q": 0}, [], ["backward_dkdv"]),
-    ({"Nq": 0}, [], ["backward_dkdv"]),
-    ({"Nk": 0}, ["forward_registers"], ["delta", "backward_dq"]),
+    ({"heads_q": 0}, [], ["backward_fused"]),
+    ({"Nq": 0}, [], ["backward_fused"]),
+    ({"Nk": 0}, ["forward_registers"], ["backward_prepare", "backward_finish"]),
+    ({"Nk": 0, "deterministic": True}, ["forward_registers"], ["delta", "backward_dq"]),
     ({"batch": 0, "bias_shape": (1, 1, 1000, 3000)}, [], ["dbias"]),
     ({"Nk": 0, "bias_shape": (1, 1, 1000, 1)}, ["forward"], ["delta", "backward_dq", "dbias"]),
     ({"Nk": 0, "bias_shape": (1, 1, 1000, 0)}, ["forward"], ["delta", "backward_dq"]),
@@ -197,13 +254,16 @@ def test_nothing_is_launched_for_nothing(change, forward, backward):
 def test_workspace_stays_linear():
     for N in (2**10, 2**17):
         p = problem(batch=1, heads_q=1, heads_k=1, Nq=N, Nk=N)
-        assert make_plan("backward", p, H200).workspace_bytes == 4 * N
+        assert make_plan("backward", p, H200).workspace_bytes == 4 * N * (64 + 2)
+        one_writer = replace(p, deterministic=True)
+        assert make_plan("backward", one_writer, H200).workspace_bytes == 4 * N
         forward = make_plan("forward", p, H200).workspace_bytes
         assert forward <= 2 * H200.sms * 64 * (64 + 1) * 4
 
 
 def test_a_plan_says_what_it_does_and_why():
     text = str(make_plan("backward", problem(copied=("k",)), H200))
-    for part in ("cuda 0, H200, sm_90, 132", "copied", "backward_dkdv: Br 64, Bc 64",
-                 "blocks of 128", "bytes shared; as many keys", "workspace delta: 32,000 bytes"):
+    for part in ("cuda 0, H200, sm_90, 132", "copied", "backward_fused: Br 64, Bc 128",
+                 "blocks of 128", "bytes shared; dK and dV of 32 keys",
+                 "workspace state: 65,536 bytes"):
         assert part in text, part

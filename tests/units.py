@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import nvrtc  # noqa: E402
 
-from cupy_flash.backends.cuda.unit import ENTRIES, unit  # noqa: E402
+from cupy_flash.backends.cuda.unit import unit  # noqa: E402
 from cupy_flash.device import GpuDevice  # noqa: E402
 from cupy_flash.plan import make_plan  # noqa: E402
 from cupy_flash.problem import Mask, Problem  # noqa: E402
@@ -60,14 +60,16 @@ def all_units(arch):
     found = {}
     for dtype, precision in KINDS:
         for d, d_v in WIDTHS:
-            for features in (False, True):
+            # Plain, with features, and what only a fixed order of sums leads to.
+            for features, deterministic in ((False, False), (True, False), (False, True)):
                 problem = Problem(1, 1, 1, 64, 65536, d, d_v, dtype, dtype, precision, 1.0, 0.0,
-                                  Mask(), bias_shape=(1, 1, 64, 1) if features else None)
+                                  Mask(), bias_shape=(1, 1, 64, 1) if features else None,
+                                  deterministic=deterministic)
                 for direction in ("forward", "backward"):
                     for launch in make_plan(direction, problem, device(arch)).launches:
                         c = launch.config
                         row = (launch.entry, c.element, c.precision, c.Br, c.Bc, c.warps,
-                               c.features)
+                               c.features, c.constants)
                         name, text = unit(launch.entry, c, launch.smem_bytes)
                         found.setdefault(row, Unit(arch, launch.entry, name, text))
     return found
@@ -86,8 +88,9 @@ def sample():
             candidates.setdefault((entry, family, *tile), []).append(one)
     chosen = [group[i % len(group)] for i, group in enumerate(candidates.values())]
     have = {(one.arch, one.entry) for one in chosen}
-    return chosen + [next(u for u in all_units(arch).values() if u.entry == entry)
-                     for arch in SMEM for entry in ENTRIES if (arch, entry) not in have]
+    firsts = {(arch, one.entry): one for arch in SMEM for one in reversed(all_units(arch).values())}
+    return chosen + [one for key, one in firsts.items() if key not in have]
+
 
 
 def measure(one):

@@ -64,11 +64,11 @@ CF_HOST_DEVICE constexpr int depth_pitch(int columns) {
 template <typename T, int pitch>
 struct LaneStart {
   // Of plain loads: row g, column t; or, along k in the other direction, row t (2 t), column g.
-  static CF_DEVICE int across() { return lane_id() / 4 * pitch + lane_id() % 4; }
-  static CF_DEVICE int along(int rows) { return lane_id() % 4 * rows * pitch + lane_id() / 4; }
+  static CF_DEVICE int across(int lane) { return lane / 4 * pitch + lane % 4; }
+  static CF_DEVICE int along(int rows, int lane) { return lane % 4 * rows * pitch + lane / 4; }
   // Of four 8 x 8 matrices, numbered down the columns first, or along the rows.
-  static CF_DEVICE int matrices(bool down) {
-    const int lane = lane_id(), low = lane / 8 % 2, high = lane / 16;
+  static CF_DEVICE int matrices(bool down, int lane) {
+    const int low = lane / 8 % 2, high = lane / 16;
     return (lane % 8 + 8 * (down ? low : high)) * pitch + (down ? high : low) * 16 / int(sizeof(T));
   }
 };
@@ -86,9 +86,9 @@ struct ReaderA {
   const T* tile;
   ptx::Shared place;
 
-  CF_DEVICE explicit ReaderA(const T* t)
-      : tile(t + (row ? Start::across() : Start::along(pairs))),
-        place(ptx::Shared(t) + Start::matrices(row) * int(sizeof(T))) {}
+  CF_DEVICE explicit ReaderA(const T* t, int lane = lane_id())
+      : tile(t + (row ? Start::across(lane) : Start::along(pairs, lane))),
+        place(ptx::Shared(t) + Start::matrices(row, lane) * int(sizeof(T))) {}
 
   // The fragment whose corner is element (i, k) of A.
   CF_DEVICE typename F::A load(int i, int k) const {
@@ -122,9 +122,9 @@ struct ReaderB {
   const T* tile;
   ptx::Shared place;
 
-  CF_DEVICE explicit ReaderB(const T* t)
-      : tile(t + (row ? Start::along(pairs) : Start::across())),
-        place(ptx::Shared(t) + Start::matrices(row) * int(sizeof(T))) {}
+  CF_DEVICE explicit ReaderB(const T* t, int lane = lane_id())
+      : tile(t + (row ? Start::along(pairs, lane) : Start::across(lane))),
+        place(ptx::Shared(t) + Start::matrices(row, lane) * int(sizeof(T))) {}
 
   // The fragment whose corner is element (k, j) of B.
   CF_DEVICE typename F::B load(int k, int j) const {

@@ -7,6 +7,13 @@
 
 namespace cf::ptx {
 
+// x, but the compiler does not know that: what is made of it is made here, and not once before a
+// loop, to lie in registers that there are not.
+CF_DEVICE int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // A place in shared memory. Sums with constants end up inside the instructions.
 struct Shared {
   uint32 address;

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from math import ceil
 
-from . import cuda_hopper, cuda_registers
+from . import cuda_fused, cuda_hopper, cuda_registers
 from .cuda_tiles import FRAGMENT, choose, lazy
 from .types import Buffer, CudaConfig, Launch, Plan
 
@@ -47,13 +47,31 @@ def _plan_forward_everywhere(problem, device, obstacle):
 
 
 def plan_backward(problem, device):
+    """The fused kernel between two small ones; the general kernels for what it does not serve."""
+    config, smem, reason = cuda_fused.choose(problem, device)
+    if config is None:
+        return _plan_general_backward(problem, device, reason)
+    p = problem
+    tiles = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
+    keys = p.batch * p.heads_k * ceil(p.Nk / config.Bc)
+    launches = [
+        _launch("backward_prepare", config, tiles, 1, 0, "lse and delta by tiles, zeros for dq"),
+        _launch("backward_fused", config, keys, 1, smem, reason),
+        _launch("backward_finish", config, tiles, 1, 0, "dq from its sums"),
+    ]
+    state, sums = cuda_fused.workspace(p, config)
+    return _plan("backward", p, device, launches,
+                 [Buffer("state", state, p.accumulator), Buffer("dq_sums", sums, p.accumulator)])
+
+
+def _plan_general_backward(problem, device, why):
     """`delta`, one kernel for dk and dv, one for dq, and `dbias` if there is a bias."""
     p = problem
     rows = p.batch * p.heads_q * p.Nq
     launches = [_row_launch("delta", p, rows, 1, "rowsum(dO * O) - dlse, once for all that follow")]
     config, smem, reason = choose("backward_dkdv", p, device)
     tasks = p.batch * p.heads_k * ceil(p.Nk / config.Bc)
-    launches.append(_launch("backward_dkdv", config, tasks, 1, smem, reason))
+    launches.append(_launch("backward_dkdv", config, tasks, 1, smem, f"{why}; {reason}"))
     config, smem, reason = choose("backward_dq", p, device)
     tasks = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
     launches.append(_launch("backward_dq", config, tasks, 1, smem, reason))

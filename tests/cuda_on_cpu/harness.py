@@ -23,7 +23,7 @@ from cupy_flash.backends.cuda import params, source, tensor_maps
 from cupy_flash.backends.cuda.unit import ENTRIES, unit
 from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.device import GpuDevice
-from cupy_flash.plan import cuda_hopper, cuda_registers, cuda_tiles
+from cupy_flash.plan import cuda_fused, cuda_hopper, cuda_registers, cuda_tiles
 from cupy_flash.plan.cuda import plan_backward, plan_forward
 
 HERE = Path(__file__).parent
@@ -74,18 +74,21 @@ def compile_unit(stem, text, name, params, flags):
 
 
 @contextmanager
-def tile(Br, Bc, warps, registers, hopper):
-    """Within the context, plans have this tile instead of one of a table's."""
-    table, tuned = dict(cuda_tiles.TILES), dict(cuda_registers.ROWS)
+def tile(Br, Bc, warps, registers, hopper, fused):
+    """Within the context, plans have these tiles instead of those of the tables."""
+    tables = [(module, dict(module)) for module in
+              (cuda_tiles.TILES, cuda_registers.ROWS, cuda_fused.TILES)]
     kept, cuda_hopper.ROWS = cuda_hopper.ROWS, (hopper,)
     row = (cuda_tiles.Tile(Br, Bc, warps, "of a test"),)
-    cuda_tiles.TILES.update(dict.fromkeys(table, row))
-    cuda_registers.ROWS.update(dict.fromkeys(tuned, registers and (registers,)))
+    cuda_tiles.TILES.update(dict.fromkeys(cuda_tiles.TILES, row))
+    cuda_registers.ROWS.update(dict.fromkeys(cuda_registers.ROWS, registers and (registers,)))
+    rows = (cuda_fused.FusedTile(256, *fused, 1, "of a test"),) if fused else ()
+    cuda_fused.TILES.update(dict.fromkeys(cuda_fused.TILES, rows))
     try:
         yield
     finally:
-        cuda_tiles.TILES.update(table)
-        cuda_registers.ROWS.update(tuned)
+        for table, rows in tables:
+            table.update(rows)
         cuda_hopper.ROWS = kept
 
 
@@ -142,15 +145,16 @@ class Fibers:
         The row of the forward kernel in registers; without one the general kernels serve.
     hopper : cuda_hopper.Row or None
         The row of the kernel for sm_90a; without one it does not serve.
+    fused : tuple of int
+        Br, Bc, warps, roles, parts and stages of the fused backward kernel; the same without.
     """
 
     def __init__(self, Br=16, Bc=16, warps=2, seed=1, grid=3, sms=1, skip="", fill=NAN_BYTE,
-                 missing=0, flags=("-O1",), registers=(),
-                 hopper=None):
-        self.tile = (Br, Bc, warps, registers, hopper)
+                 missing=0, flags=("-O1",), registers=(), hopper=None, fused=()):
+        self.tile = (Br, Bc, warps, registers, hopper, fused)
         self.seed, self.grid, self.skip, self.fill, self.flags = seed, grid, skip, fill, flags
         self.missing = missing
-        self.device = GpuDevice(0, "fibers", 80, sms, 163 << 10, wgmma=hopper is not None)
+        self.device = GpuDevice(0, "fibers", 80, sms, 227 << 10, wgmma=hopper is not None)
         self.only = ()                  # the kernels to run; empty: all of a plan
         self.barriers = {}              # entry: the barriers that it reached
 

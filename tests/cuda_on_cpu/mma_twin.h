@@ -7,6 +7,8 @@
 
 namespace cf::ptx {
 
+inline int opaque(int x) { return x; }
+
 struct Shared {
   unsigned char* place;
 
@@ -90,6 +92,13 @@ void mma(T, Sum (&c)[8], const Word (&a)[4], const Word (&b)[4]) {
       c[e] += full_a[g + 8 * (e / 2 % 2)][k] * full_b[k][2 * t + e % 2 + 8 * (e / 4)];
     }
   }
+}
+
+template <typename Sum>
+void add_to_global(uint64 address, Sum a, Sum b, Sum c, Sum d) {
+  const Sum given[4] = {a, b, c, d};
+  const int step = sizeof(Sum) == 8 ? 32 : 1;
+  for (int i = 0; i < 4; ++i) reinterpret_cast<Sum*>(address)[i * step] += given[i];
 }
 
 }  // namespace cf::ptx

@@ -35,9 +35,11 @@ _COMMON = [
 ForwardParams = np.dtype([
     *_COMMON, ("splits", "i8"), ("split_keys", "i8"), ("out_partial", "u8"), ("lse_partial", "u8"),
 ])
-# delta: address of [batch, heads_q, Nq] in the accumulator type; the last four: extents of dbias.
+# delta: address of [batch, heads_q, Nq] in the accumulator type; state, dq_sums: addresses of what
+# the fused kernel works with, by tiles of rows; the last four: extents of dbias.
 BackwardParams = np.dtype([
-    *_COMMON, *((name, Tensor) for name in _GRADIENTS), ("delta", "u8"),
+    *_COMMON, *((name, Tensor) for name in _GRADIENTS),
+    ("delta", "u8"), ("state", "u8"), ("dq_sums", "u8"),
     *((name, "i8") for name in ("Nbias_q", "Nbias_k", "batch_bias", "heads_bias")),
 ])
 # The maps lie on borders of 64 bytes.
@@ -98,7 +100,8 @@ def pack(plan, launch, operands, addresses):
         values |= {name: _tensor(getattr(operands, name)) for name in _GRADIENTS}
         extents = p.bias_shape or (0, 0, 0, 0)
         names = ("batch_bias", "heads_bias", "Nbias_q", "Nbias_k")
-        values |= {"delta": addresses.get("delta", 0), **dict(zip(names, extents, strict=True))}
+        values |= {name: addresses.get(name, 0) for name in ("delta", "state", "dq_sums")}
+        values |= dict(zip(names, extents, strict=True))
     hopper = launch.entry == "hopper_forward"
     if hopper:
         values |= cuda_hopper.extras(p, launch.config)

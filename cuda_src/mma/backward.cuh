@@ -1,0 +1,153 @@
+// The fused backward kernel: dk, dv and the sums of dq in one walk over the queries of a key tile.
+// Dao, "FlashAttention-2" (2023), algorithm 2.
+//
+// Scores are computed transposed, keys as rows: P^T and dS^T are then operands of dV += P^T dO and
+// dK += dS^T Q in the registers that hold them. dS goes through shared memory once, for dQ += dS K,
+// which is added to sums in global memory.
+#pragma once
+
+#include "roles.cuh"
+
+namespace cf {
+
+template <typename Config, int roles = Config::roles>
+struct Kinds {
+  using Step = cf::Step<Config>;
+  using Gradient = Gradients<Config>;
+};
+template <typename Config>
+struct Kinds<Config, 2> {
+  using Step = RoleStep<Config>;
+  using Gradient = RoleGradient<Config>;
+};
+template <typename Config>
+using StepOf = typename Kinds<Config>::Step;
+template <typename Config>
+using GradientOf = typename Kinds<Config>::Gradient;
+
+// Whether the warp has a part of dV, and of dK.
+template <typename Config>
+CF_DEVICE bool has_dv() {
+  return Config::roles == 1 || Share<Config>::role() == 0;
+}
+template <typename Config>
+CF_DEVICE bool has_dk() {
+  return Config::roles == 1 || Share<Config>::role() == 1;
+}
+
+// scale * acc as rows of dk or dv, by way of shared memory: the columns from `column` on of the
+// warp's strip go to tile [Bc, width], from where the block writes rows.
+// mine: whether the warp has a part of it.
+template <typename Config, int width, int M, int N>
+CF_DEVICE void store_gradient(const Tensor& t, uint64 base, const OwnKeys& own, int columns,
+                              const typename Fragments<Config>::C (&acc)[M][N], int column,
+                              accumulator<typename Config::element> scale, bool mine,
+                              unsigned char* memory) {
+  using A = accumulator<typename Config::element>;
+  constexpr int pitch = width + 4, pairs = width / 2;
+  A* const tile = reinterpret_cast<A*>(memory);
+  __syncthreads();                                      // the memory is free
+  if (mine) {
+#pragma unroll
+    for (int i = 0; i < M; ++i) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        A* const corner = tile + (Share<Config>::strip() + 16 * i + lane_row()) * pitch + column
+                          + 16 * j + lane_column();
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          corner[row_step(e) * pitch + column_step(e)] = acc[i][j].x[e] * scale;
+        }
+      }
+    }
+  }
+  __syncthreads();                                      // the tile is there
+  for (int i = int(threadIdx.x); i < Config::Bc * pairs; i += 32 * Config::warps) {
+    const int key = i / pairs, c = i % pairs * 2;
+    if (key >= own.keys) break;
+    store_pair(t, base + (own.key0 + key) * t.n + c * t.c, columns - c, tile[key * pitch + c],
+               tile[key * pitch + c + 1]);
+  }
+}
+
+// One tile of rows, whose operands are in a stage. If there is a stage for it, the next one is
+// copied meanwhile.
+template <typename Config, typename Gradient>
+CF_DEVICE void add_tile(Gradient& g, const Walk<Config>& walk,
+                        const Exponential<Config>& exponential, int tile, int end, int stage) {
+  using Traits = BackwardFusedTraits<Config>;
+  const StepOf<Config> step(walk.t, tile, stage, !walk.whole(tile));
+  step.add_own(g, exponential, [&] {
+    if (Config::stages > 1 && tile + 1 < end) walk.copy_rows(tile + 1, 1 - stage);
+  });
+  if constexpr (Traits::arrives_early) walk.await_rows(1 - stage);
+  __syncthreads();                                      // P and dS are there
+  const uint64 sums = dq_address<Config>(walk.p, walk.own.head, tile);
+  step.template add_queries<0>(sums);
+  step.add_shared(g);                                   // while the sums of dq are on their way
+  if constexpr (Traits::dq_passes > 1) step.template add_queries<1>(sums);
+}
+
+// The walk over all rows that see the block's keys.
+template <typename Config, typename Gradient>
+CF_DEVICE void add_rows(Gradient& g, const BackwardParams& p, const FusedTiles<Config>& t) {
+  const OwnKeys& own = *t.own;
+  const Walk<Config> walk = {p, t, own};
+  const Exponential<Config> exponential(p, own);
+  const int first = int(own.first / Config::Br), end = int(ceil_div(own.end, int64(Config::Br)));
+  walk.copy_keys();
+  walk.copy_rows(first, 0);
+  walk.await_rows(0);
+  walk.round_keys();
+  __syncthreads();                                      // K, V, Q, dO are there
+  int stage = 0;
+#pragma unroll 1
+  for (int tile = first; tile < end; ++tile) {
+    add_tile<Config>(g, walk, exponential, tile, end, stage);
+    if (Config::stages == 1 && tile + 1 < end) {
+      __syncthreads();                                  // Q and dO are read
+      walk.copy_rows(tile + 1, 0);
+    }
+    if constexpr (Config::stages > 1) stage = 1 - stage;
+    if constexpr (!BackwardFusedTraits<Config>::arrives_early) {
+      walk.await_rows(stage);
+      __syncthreads();                                  // the next Q and dO are there
+    }
+  }
+}
+
+// dk, dv and what the keys key0 ... key0 + Bc of a key head add to dq.
+template <typename Config>
+CF_DEVICE void fused_keys(const BackwardParams& p, const FusedTiles<Config>& t, int64 b,
+                          int64 head_k, int64 key0, unsigned char* memory) {
+  using Traits = BackwardFusedTraits<Config>;
+  using A = accumulator<typename Config::element>;
+  if (threadIdx.x == 0) *t.own = open_keys<Config>(p, b, head_k, key0);
+  __syncthreads();                                      // it is known who sees the keys
+  GradientOf<Config> g = {};
+  const OwnKeys& own = *t.own;
+  if (own.first < own.end) add_rows(g, p, t);
+  const int part = Share<Config>::part();
+  const uint64 dk = p.dk.address + b * p.dk.b + head_k * p.dk.h;
+  const uint64 dv = p.dv.address + b * p.dv.b + head_k * p.dv.h;
+  store_gradient<Config, Config::d>(p.dk, dk, own, int(p.d), g.dk(), part * Traits::d_part,
+                                    A(p.scale), has_dk<Config>(), memory);
+  store_gradient<Config, Config::d_v>(p.dv, dv, own, int(p.d_v), g.dv(), part * Traits::v_part,
+                                      A(1), has_dv<Config>(), memory);
+}
+
+// Tasks: tiles of keys of a key head.
+template <typename Config>
+CF_DEVICE void backward_fused(const BackwardParams& p) {
+  CF_DYNAMIC_SHARED(memory);
+  const FusedTiles<Config> t(memory);
+  const int64 tiles = ceil_div(p.Nk, int64(Config::Bc));
+  for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
+    const int64 tile = task % tiles, sequence = task / tiles;   // the longest causal keys first
+    fused_keys<Config>(p, t, sequence / p.heads_k, sequence % p.heads_k, tile * Config::Bc,
+                       memory);
+    __syncthreads();                                    // the memory is free for the next task
+  }
+}
+
+}  // namespace cf

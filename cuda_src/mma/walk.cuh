@@ -1,0 +1,205 @@
+// The walk of a block of the fused backward kernel over the tiles of rows that see its keys.
+#pragma once
+
+#include "gradient.cuh"
+
+namespace cf {
+
+// a / b rounded down, for b > 0.
+CF_DEVICE int64 floor_div(int64 a, int64 b) { return a >= 0 ? a / b : -ceil_div(-a, b); }
+
+// Tiles of rows all of which see the keys key0 ... key0 + Bc: a row sees the last of them from one
+// position on, and the first up to another.
+template <typename Config>
+CF_DEVICE void find_whole_tiles(OwnKeys& own, const BackwardParams& p) {
+  constexpr int64 Br = Config::Br, Bc = Config::Bc;
+  own.whole_first = own.whole_end = 0;
+  if (own.keys < Bc || own.key0 + Bc > own.kv_len) return;
+  const int64 low = (own.key0 + Bc - 1 - p.right - own.offset) * p.group;
+  const int64 high = (own.key0 + p.left - own.offset + 1) * p.group;
+  own.whole_first = int(ceil_div(max(low, own.first), Br));
+  own.whole_end = int(max(floor_div(min(high, own.end), Br), int64(0)));
+}
+
+// The threads that copy, in the eyes of the functions that share out tiles.
+template <typename Config>
+struct Copiers : Config {
+  static constexpr int warps = BackwardFusedTraits<Config>::copiers / 32;
+};
+
+// Whole tiles are copied by steps if a thread's rows belong to one head and 16-byte copies fit.
+template <typename Config>
+CF_DEVICE bool find_steps(Steps& steps, const Tensor& t, int64 group, int row_step) {
+  if (group <= 1) {                                     // 0: no query heads at all
+    steps = {Config::Br * t.n, row_step * t.n};
+    return true;
+  }
+  steps = {Config::Br / group * t.n, row_step / group * t.n};
+  return row_step % group == 0 && Config::Br % group == 0;
+}
+
+// A key counted from the block's first, and no further than its last.
+CF_DEVICE int from_first(const OwnKeys& own, int64 key) {
+  return int(min(max(key - own.key0, int64(0)), own.keys));
+}
+
+template <typename Config>
+CF_DEVICE OwnKeys open_keys(const BackwardParams& p, int64 b, int64 head_k, int64 key0) {
+  using T = typename Config::element;
+  const int64 q_len = length(p.q_lens, b, p.Nq);
+  OwnKeys own = {b * p.heads_k + head_k, key0};
+  own.keys = min(p.Nk - key0, int64(Config::Bc));
+  own.kv_len = length(p.kv_lens, b, p.Nk);
+  own.offset = offset_of(p, q_len, own.kv_len);
+  const Range queries = visible_queries(p, key0, key0 + own.keys, q_len, own.kv_len, own.offset);
+  own.first = queries.first * p.group;
+  own.end = queries.end * p.group;
+  own.seen_first = from_first(own, queries.first + own.offset - p.left);
+  own.seen_end = from_first(own, min(queries.end + own.offset + p.right, own.kv_len));
+  own.k = p.k.address + b * p.k.b + head_k * p.k.h;
+  own.v = p.v.address + b * p.v.b + head_k * p.v.h;
+  own.q = p.q.address + b * p.q.b + head_k * p.group * p.q.h;
+  own.dout = p.dout.address + b * p.dout.b + head_k * p.group * p.dout.h;
+  find_whole_tiles<Config>(own, p);
+  constexpr int q_step = ChunkGrid<Copiers<Config>, Config::Br, Config::d>::step;
+  constexpr int v_step = ChunkGrid<Copiers<Config>, Config::Br, Config::d_v>::step;
+  const bool q_regular = find_steps<Config>(own.q_steps, p.q, p.group, q_step);
+  const bool v_regular = find_steps<Config>(own.dout_steps, p.dout, p.group, v_step);
+  own.scale = float(p.scale);
+  own.regular = q_regular && v_regular && p.vector_bytes == 16 && p.dout.kind == p.q.kind;
+  return own;
+}
+
+// Starts the copy of a whole tile of rows. base: the first row of the first head.
+template <typename Config, int width, int pitch>
+CF_DEVICE void copy_whole_tile(typename Config::element* tile, const Tensor& t, uint64 base,
+                               const Steps& steps, int index, int columns, uint32 group) {
+  using T = typename Config::element;
+  using Grid = ChunkGrid<Copiers<Config>, Config::Br, width>;
+  const ptx::Shared to(tile + Grid::row() * pitch + Grid::column());
+  const uint32 row = uint32(Grid::row());
+  const int last = columns - Grid::column();
+  uint64 from = base + index * steps.tile + Grid::column() * int(sizeof(T));
+  from += group == 1 ? row * t.n : row / group * t.n + row % group * t.h;
+#pragma unroll
+  for (int i = 0; i < Grid::rows; ++i) {
+    if (!Grid::owns(i)) break;
+#pragma unroll
+    for (int j = 0; j < Grid::columns; ++j) {
+      const int c = j * Grid::across * Grid::elements;
+      ptx::copy_16_bytes(to + (i * Grid::step * pitch + c) * int(sizeof(T)),
+                         from + c * int(sizeof(T)), c < last);
+    }
+    from += steps.row;
+  }
+}
+
+template <typename Config>
+struct Walk {
+  using Traits = BackwardFusedTraits<Config>;
+  using Tiles = FusedTiles<Config>;
+  const BackwardParams& p;
+  const Tiles& t;
+  const OwnKeys& own;
+
+  // Whether all rows of a tile see all of the block's keys.
+  CF_DEVICE bool whole(int tile) const { return tile >= own.whole_first && tile < own.whole_end; }
+  // The rows of a tile, as far as they see any key of the block's; those before `begin` do not. The
+  // heads are left out: `own` has their addresses.
+  CF_DEVICE Rows rows_of(int tile) const {
+    const int64 row0 = int64(tile) * Config::Br;
+    const int count = int(min(own.end - row0, int64(Config::Br)));
+    return {0, 0, row0, count, own.offset, own.kv_len, PackedRows(row0, p.group)};
+  }
+  // Rows of the tile before the first that sees a key.
+  CF_DEVICE int begin_of(const Rows& rows) const {
+    return int(max(own.first - rows.row0, int64(0)));
+  }
+
+  CF_DEVICE static bool copies() { return int(threadIdx.x) < Traits::copiers; }
+
+  // Starts the copies of K and V. Keys that nobody sees become zeros.
+  CF_DEVICE void copy_keys() const {
+    if (!copies()) return;
+    copy_tile<Copiers<Config>, Config::Bc, Config::d, Tiles::q_pitch>(
+        t.K, p.k, own.k, own.key0, own.seen_first, own.seen_end, int(p.d), 1, p.vector_bytes);
+    copy_tile<Copiers<Config>, Config::Bc, Config::d_v, Tiles::v_pitch>(
+        t.V, p.v, own.v, own.key0, own.seen_first, own.seen_end, int(p.d_v), 1, p.vector_bytes);
+  }
+
+  // Starts the copies of a tile of rows and of what is known of them.
+  CF_DEVICE void copy_rows(int tile, int stage) const {
+    if (!copies()) return;
+    using T = typename Config::element;
+    T* const Q = t.Q + stage * Tiles::q_step;
+    T* const dO = t.dO + stage * Tiles::v_step;
+    const int64 row0 = int64(tile) * Config::Br;
+    if (own.regular && row0 >= own.first && row0 + Config::Br <= own.end) {
+      copy_whole_tile<Config, Config::d, Tiles::q_pitch>(Q, p.q, own.q, own.q_steps, tile,
+                                                         int(p.d), uint32(p.group));
+      copy_whole_tile<Config, Config::d_v, Tiles::v_pitch>(dO, p.dout, own.dout, own.dout_steps,
+                                                           tile, int(p.d_v), uint32(p.group));
+    } else {
+      copy_some_rows(Q, dO, tile);
+    }
+    const uint64 from = state_address<Config>(p, own.head, tile);
+    const ptx::Shared to(t.state + stage * 2 * Config::Br);
+    for (int i = 16 * int(threadIdx.x); i < Traits::state_bytes; i += 16 * Traits::copiers) {
+      ptx::copy_16_bytes(to + i, from + i, true);
+    }
+    ptx::close_copies();
+    if (!whole(tile)) find_hidden(tile, stage);
+  }
+
+  // The same of a tile with rows that see none of the keys, which become zeros, or with loads that
+  // are not 16 bytes wide.
+  CF_DEVICE void copy_some_rows(typename Config::element* Q, typename Config::element* dO,
+                                int tile) const {
+    const Rows rows = rows_of(tile);
+    const int begin = begin_of(rows);
+    copy_tile<Copiers<Config>, Config::Br, Config::d, Tiles::q_pitch>(
+        Q, p.q, own.q, rows.row0, begin, rows.rows, int(p.d), p.group, p.vector_bytes);
+    copy_tile<Copiers<Config>, Config::Br, Config::d_v, Tiles::v_pitch>(
+        dO, p.dout, own.dout, rows.row0, begin, rows.rows, int(p.d_v), p.group, p.vector_bytes);
+  }
+
+  // What is hidden in a tile.
+  CF_DEVICE void find_hidden(int tile, int stage) const {
+    const Rows rows = rows_of(tile);
+    const int begin = begin_of(rows);
+    if (threadIdx.x == 0) {
+      const Range seen = visible_keys(p, rows.position(begin), rows.position(rows.rows - 1),
+                                      own.kv_len);
+      t.seen[tile % 4] = {from_first(own, seen.first), from_first(own, seen.end)};
+    }
+    find_ranges(rows, begin, t.ranges + stage * Config::Br);
+  }
+
+  // ranges[r] = the keys that row r sees, counted from the first of the tile.
+  CF_DEVICE void find_ranges(const Rows& rows, int begin, KeyRange* ranges) const {
+    for (int r = int(threadIdx.x); r < Config::Br; r += Traits::copiers) {
+      Range seen = {0, 0};
+      if (r >= begin && r < rows.rows) {
+        seen = visible_keys(p, rows.position(r), rows.position(r), own.kv_len);
+      }
+      ranges[r] = {from_first(own, seen.first), from_first(own, seen.end)};
+    }
+  }
+
+  // Waits for what the thread itself has copied, and rounds it where the kind asks for it.
+  CF_DEVICE void round_keys() const {
+    if (!copies()) return;
+    round_tile<Copiers<Config>, Config::Bc, Config::d, Tiles::q_pitch>(t.K);
+    round_tile<Copiers<Config>, Config::Bc, Config::d_v, Tiles::v_pitch>(t.V);
+  }
+  CF_DEVICE void await_rows(int stage) const {
+    if (!copies()) return;
+    ptx::wait_for_copies<0>();
+    round_tile<Copiers<Config>, Config::Br, Config::d, Tiles::q_pitch>(t.Q
+                                                                       + stage * Tiles::q_step);
+    round_tile<Copiers<Config>, Config::Br, Config::d_v, Tiles::v_pitch>(t.dO
+                                                                         + stage * Tiles::v_step);
+  }
+};
+
+}  // namespace cf
