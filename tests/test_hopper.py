@@ -52,6 +52,14 @@ def test_float16_compiles_too():
     assert "C75" not in log
 
 
+def test_the_build_that_stops_endless_waits_compiles():
+    (launch,) = make_plan("forward", problem(), HOPPER).launches
+    _, text = unit(launch.entry, launch.config, launch.smem_bytes)
+    cubin, log = nvrtc.compile("#define CF_TRAP_AFTER 1000000\n" + text, "90a")
+    assert cubin is not None and all(
+        name in cubin for name in (b"waits for ever", b"k_full", b"v_empty", b"work_full")), log
+
+
 def exponentials_beside_products(cubin):
     """Exponentials between the wait for S and the wait for acc, in the loop over keys."""
     count, open_group, most = 0, False, 0
@@ -133,6 +141,14 @@ def test_the_plan_says_what_unaligned_arrays_get():
     plan = make_plan("forward", problem(), HOPPER)
     assert plan.launches[0].resident and "borders of 16 bytes: forward" in str(plan)
     assert plan.unaligned.launches[0].entry.startswith("forward")
+
+
+@pytest.mark.parametrize("N, mask, Br", [(1024, Mask(), 192), (1024, Mask(right=0), 128),
+                                         (256, Mask(), 128), (16384, Mask(right=0), 192),
+                                         (16384, Mask(right=0, q_offset=-16000), 128)])
+def test_short_rows_get_tiles_that_they_fill(N, mask, Br):
+    (config, *_), _ = cuda_hopper.choose(problem(Nq=N, Nk=N, mask=mask), HOPPER)
+    assert config.Br == Br
 
 
 @pytest.mark.parametrize("group, Nq, pack", [(1, 50, 1), (4, 50, 4), (4, 128, 1), (4, 90, 4),

@@ -12,6 +12,12 @@
 
 namespace cf {
 
+// A step: the scores of one key tile.
+struct Step {
+  int key0;                            // where it begins
+  bool changes, last, hides;           // whether its work is a new one; whether it is the work's
+};                                     // last; whether keys are hidden from rows
+
 template <typename Config>
 struct Consumer {
   using Traits = HopperForwardTraits<Config>;
@@ -20,6 +26,7 @@ struct Consumer {
   const HopperForwardTiles<Config>& tiles;
   const int group;                     // which consumer this is
   Place<WORKS> work_place;             // of the work whose values are added up
+  Place<WORKS> current;                // of the work whose scores are computed
   Place<STAGES> place;                 // of the next K; the next V is one tile behind
   float S[Config::Bc / 2];             // [64, Bc]
   uint32 P[Config::Bc / 16][4];        // [64, Bc], as operands
@@ -75,10 +82,10 @@ struct Consumer {
   }
 
   // After the wait for S: K is free, and after a work's last key tile Q.
-  CF_DEVICE void release_keys(Place<WORKS> current, int key0) {
+  CF_DEVICE void release_keys(bool last) {
     ptx::settle(S);
     tiles.k().release(place);
-    if (key0 == work_at(current).first_tile) tiles.q(group).release(q_place(current));
+    if (last) tiles.q(group).release(q_place(current));
   }
 
   CF_DEVICE void round_P() {
@@ -128,9 +135,10 @@ struct Consumer {
     if (Traits::takes_turns) ptx::named_barrier_arrive(1 + next, 256);
   }
 
-  // Starts S of a key tile and acc += P V of the one before; S is there when it returns. All that
-  // can be done before the turn comes is done before, for the other consumers wait for its end.
-  CF_DEVICE void start_step(Place<WORKS> current, int key0) {
+  // Starts S of a key tile and acc += P V of the one before. All that can be done before the turn
+  // comes is done before, for the other consumers wait for its end.
+  // ends: acc is that of a work without further values, which is stored beside the product Q K^T.
+  CF_DEVICE void start_step(const Step& step, bool ends, const float (&factor)[2]) {
     const bool K_full = ptx::barrier_try(tiles.k().full(place.stage()), place.parity());
     const bool V_full = ptx::barrier_try(tiles.v().full(place.before().stage()),
                                          place.before().parity());
@@ -138,15 +146,37 @@ struct Consumer {
     const ptx::Descriptor v = V_at(place.before().stage());
     round_P();
     ptx::settle(P);
+    if (step.changes) tiles.q(group).wait(q_place(current), "q_full");
     if (!K_full) tiles.k().wait(place, "k_full");
     if (!V_full) tiles.v().wait(place.before(), "v_full");
     await_turn();
     ptx::products_begin();
     start_scores(q, k);
+    if (Traits::stores_late) {
+      if (ends) {
+        pass_turn();
+        store(factor);
+      }
+      ptx::products_begin();                            // acc has been written, perhaps
+    }
     start_values(v);
-    pass_turn();
-    ptx::products_wait<1>();
-    release_keys(current, key0);
+    if (!ends) pass_turn();
+  }
+
+  // The step behind the one at key0; false if there is none. Called beside the products.
+  CF_DEVICE bool find_next(int key0, Step& next) const {
+    Place<WORKS> at = current;
+    next.key0 = key0 - Config::Bc;
+    next.changes = next.key0 < work_at(at).first_tile;
+    if (next.changes) {
+      ++at.count;
+      tiles.work().wait(at, "work_full");
+      if (work_at(at).b < 0) return false;
+      next.key0 = work_at(at).last_tile;
+    }
+    next.last = next.key0 == work_at(at).first_tile;
+    next.hides = work_at(at).hides(next.key0);
+    return true;
   }
 
   // Waits for acc. Left to itself, ptxas moves the wait up, before the exponentials that are to run
@@ -169,82 +199,73 @@ struct Consumer {
       factor[r] = close_row(p, work_at(work_place), row() + 8 * r, r, state);
     }
   }
-  CF_DEVICE void store(const float (&factor)[2]) const {
+  CF_DEVICE void store(const float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       store_row<T>(p, work_at(work_place), row() + 8 * r, r, acc, factor[r]);
     }
     __syncwarp();                                       // all lanes have read the work
     tiles.work().release(work_place);
+    ++work_place.count;
+    clear();
   }
 
-  // Whether there is a work at a place, whose Q then has come.
-  CF_DEVICE bool open(Place<WORKS> at) const {
-    tiles.work().wait(at, "work_full");
-    if (work_at(at).b < 0) return false;
-    tiles.q(group).wait(q_place(at), "q_full");
+  // The first step of the first work, if there is one, and what comes behind it.
+  CF_DEVICE bool begin(Step& next, bool& more) {
+    tiles.work().wait(current, "work_full");
+    const Work& w = work_at(current);
+    if (w.b < 0) return false;
+    const int key0 = w.last_tile;
+    tiles.q(group).wait(q_place(current), "q_full");
+    tiles.k().wait(place, "k_full");
+    ptx::products_begin();
+    start_scores(Q_at(q_place(current).stage()), K_at(place.stage()));
+    more = find_next(key0, next);
+    ptx::products_wait<0>();
+    release_keys(key0 == w.first_tile);
+    ++place.count;
+    float none[2];
+    if (w.hides(key0)) hide(w, key0);
+    softmax_step(S, state, none, true, p);
+    if (w.hides(key0)) forget_values(w, key0);
     return true;
   }
 
-  // The first step of the first work; returns where its key tile begins.
-  CF_DEVICE int begin() {
-    const Work& w = work_at(work_place);
-    const int key0 = w.last_tile;
-    tiles.k().wait(place, "k_full");
-    ptx::products_begin();
-    start_scores(Q_at(q_place(work_place).stage()), K_at(place.stage()));
-    ptx::products_wait<0>();
-    release_keys(work_place, key0);
-    ++place.count;
-    float alpha[2];
-    if (w.hides(key0)) hide(w, key0);
-    softmax_step(S, state, alpha, p);
-    if (w.hides(key0)) forget_values(w, key0);
-    return key0;
-  }
-
   // All steps but the first. The first step of a work runs beside the last addition of the work
-  // before, which then ends.
+  // before; that is stored then, or beside the next step's product.
   CF_DEVICE void run() {
-    if (!open(work_place)) return;
-    if (group == Traits::groups - 1) pass_turn();
+    Step next;
+    bool more = false, ends = false;
+    float factor[2] = {};    // of acc: alpha, or 1 / l where the work ends
     clear();
-    int key0 = begin();
-    while (true) {
-      key0 -= Config::Bc;
-      Place<WORKS> current = work_place;
-      const bool changes = key0 < work_at(current).first_tile;
-      if (changes) {
-        ++current.count;
-        if (!open(current)) break;
-        key0 = work_at(current).last_tile;
-      }
-      const bool hides = work_at(current).hides(key0);
-      start_step(current, key0);
-      if (hides) hide(work_at(current), key0);
-      float factor[2], alpha[2];
-      if (changes) {
+    if (!begin(next, more)) return;
+    if (group == Traits::groups - 1) pass_turn();
+    while (more) {
+      const Step step = next;
+      if (step.changes) ++current.count;
+      start_step(step, ends, factor);
+      more = find_next(step.key0, next);
+      ptx::products_wait<1>();
+      release_keys(step.last);
+      if (step.hides) hide(work_at(current), step.key0);
+      if (step.changes) {
         close(factor);
         state = RowState();
       }
-      const bool moved = softmax_step(S, state, alpha, p);
+      const bool moved = softmax_step(S, state, factor, step.changes, p);
       finish_values();
-      if (changes) {
-        store(factor);
-        clear();
-        work_place = current;
-      } else if (moved) {
-        scale(alpha);
-      }
-      if (hides) forget_values(work_at(current), key0);
+      ends = Traits::stores_late && step.changes;
+      if (!step.changes && moved) scale(factor);
+      if (!Traits::stores_late && step.changes) store(factor);
+      if (step.hides) forget_values(work_at(current), step.key0);
     }
+    if (ends) store(factor);
     round_P();
     tiles.v().wait(place.before(), "v_full");
     ptx::products_begin();
     start_values(V_at(place.before().stage()));
     ptx::products_wait<0>();
     ptx::settle(acc);
-    float factor[2];
     close(factor);
     store(factor);
   }

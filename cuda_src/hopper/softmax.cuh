@@ -42,9 +42,10 @@ CF_DEVICE void row_maxima(const float (&S)[n], float (&m)[2]) {
 
 // S -> P in place; l moves on. Returns whether the warp has to scale its accumulators by alpha: the
 // reference of a row moves only when the row's maximum passes it by the lazy threshold. The four
-// threads of a row look at the whole row only if that may be so.
+// threads of a row look at the whole row only if that may be so. first: there is nothing to scale,
+// and alpha stays what it is.
 template <int n>
-CF_DEVICE bool softmax_step(float (&S)[n], RowState& state, float (&alpha)[2],
+CF_DEVICE bool softmax_step(float (&S)[n], RowState& state, float (&alpha)[2], bool first,
                             const HopperForwardParams& p) {
   float m[2];
   row_maxima(S, m);                                     // fmaxf drops a NaN; it shows up in P
@@ -57,9 +58,11 @@ CF_DEVICE bool softmax_step(float (&S)[n], RowState& state, float (&alpha)[2],
       m[r] = row_max(m[r]);
       const bool move = fmaf(m[r], p.unit, -state.m_ref[r]) > p.lazy_2;
       const float m_ref = move ? m[r] * p.unit : state.m_ref[r];
-      alpha[r] = ptx::exp2_approx(state.m_ref[r] - m_ref);
+      if (!first) {
+        alpha[r] = ptx::exp2_approx(state.m_ref[r] - m_ref);
+        state.l[r] *= alpha[r];
+      }
       state.m_ref[r] = m_ref;
-      state.l[r] *= alpha[r];
     }
   }
   float sum[8] = {};

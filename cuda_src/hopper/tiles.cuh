@@ -9,7 +9,7 @@ namespace cf {
 
 constexpr int SMEM_MOST = 227 * 1024;     // of a block on sm_90
 constexpr int STAGES = 2;                 // of K and of V
-constexpr int WORKS = 2;
+constexpr int WORKS = 4;                  // one to come, one begun, one to be stored; a power of 2
 
 template <typename Config>
 struct HopperForwardTraits {
@@ -30,6 +30,8 @@ struct HopperForwardTraits {
   // Consumers take turns at the products, so that one's products run beside the other's softmax.
   // With wide accumulators the products outlast the softmax anyway.
   static constexpr bool takes_turns = Config::d_v <= 128;
+  // Results are stored beside the next product where registers allow.
+  static constexpr bool stores_late = groups == 2;
   static_assert(Config::Br == 64 * groups && (groups == 2 || groups == 3),
                 "Br must be 64 rows for each of 2 or 3 consumers");
   static_assert(Config::Bc % 16 == 0 && Config::d % 16 == 0 && Config::d_v % 16 == 0,
