@@ -47,6 +47,16 @@ CF_DEVICE uint64 double_to_bits(double x) { return uint64(__double_as_longlong(x
 CF_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 CF_DEVICE double multiply(double a, double b) { return __dmul_rn(a, b); }
 
+// x, kept from here on: the compiler cannot save a register by computing it anew where it is used.
+CF_DEVICE float kept(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
+CF_DEVICE double kept(double x) {
+  asm volatile("" : "+d"(x));
+  return x;
+}
+
 // A pointer into shared memory as the 32-bit address that wmma.load.shared takes.
 CF_DEVICE uint32 shared_address(const void* pointer) {
   uint32 y;

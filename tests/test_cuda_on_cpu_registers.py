@@ -1,5 +1,7 @@
 """The forward kernel in registers on fibers, against the CPU path."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cases import FEATURES, Case, inputs
@@ -25,8 +27,10 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler o
 
 # Two warps of 16 rows each; a fragment of keys.
 # Waits and barriers of the kernel.
-PLACES = 8
+PLACES = 11
 SMALL = Row(32, 16, 2, 256, "of a test")
+# Two warps on each 16 rows.
+PAIRS = Row(32, 32, 4, 256, "of a test", pairs=True)
 TABLE = [x for x in FEATURES if not (x.label[1:2].isdigit() or x.mask or x.bias or x.softcap
                                      or x.alibi) and (x.scale is None or x.scale > 0)]
 
@@ -55,7 +59,26 @@ def test_table(feature, kind):
     check(feature.label, kind, inputs(small(feature, kind)))
 
 
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+@pytest.mark.parametrize("feature", TABLE, ids=lambda feature: feature.label)
+def test_pairs(feature, kind):
+    """Two warps share rows: late maxima and hidden halves of tiles reach both."""
+    x = inputs(replace(small(feature, kind), d_v=50))
+    check(feature.label, kind, x, PAIRS)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16"])
+def test_scores_that_rise_from_key_to_key(kind):
+    """The reference moves in almost every tile, now in this half of it, now in that."""
+    x = inputs(Case("rising", Nq=70, Nk=300, Hq=2, Hk=1, d=20, d_v=50, dtype=kind, scale=1.0))
+    x.k[...] = (x.k.astype(np.float32) * np.linspace(0.2, 8, 300)[:, None]).astype(x.k.dtype)
+    for row in (SMALL, PAIRS):
+        check("rising", kind, x, row)
+
+
 @pytest.mark.parametrize("kind, row, d, d_v", [
+    ("bfloat16", Row(128, 64, 8, 256, "", pairs=True, blocks=1), 150, 190),
+    ("float16", Row(64, 64, 4, 256, "", pairs=True), 96, 256),
     ("bfloat16", Row(128, 64, 4, 64, "", keep_Q=True), 64, 64),
     ("bfloat16", Row(128, 48, 4, 128, ""), 120, 128),
     ("float16", Row(64, 64, 4, 256, ""), 250, 7),
@@ -178,13 +201,13 @@ def test_offsets_beyond_32_bits():
 # Barriers and waits left out.
 
 KEEPING = SMALL._replace(keep_Q=True)
-FAULTY = {"bfloat16": KEEPING, "float16": SMALL, "tf32": SMALL}
+FAULTY = {"bfloat16": KEEPING, "float16": PAIRS, "tf32": SMALL}
 
 
 def results(kind, **options):
     """What the kernel writes, or None if it did not come to its end; the places of its waits."""
     dtype, precision = KINDS[kind]
-    x = inputs(Case("waits", Nq=75, Nk=69, B=2, Hq=2, Hk=1, d=20, d_v=20, dtype=dtype,
+    x = inputs(Case("waits", Nq=75, Nk=69, B=2, Hq=2, Hk=1, d=20, d_v=20, scale=3.0, dtype=dtype,
                     precision=precision, kv_lens=(69, 0)))
     gpu = fibers(FAULTY[kind], grid=1, **options)
     try:

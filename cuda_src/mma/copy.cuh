@@ -25,8 +25,8 @@ struct ChunkGrid {
   static CF_DEVICE bool owns(int i) { return height % step == 0 || row() + i * step < height; }
 };
 
-// A tile in the ordinary way, for rows that 16-byte copies do not fit: complete for the thread itself
-// at once. Rolled up, because it stands beside the fast way in every loop.
+// A tile in the ordinary way, for rows that 16-byte copies do not fit: the thread has its own
+// part at once. Rolled up, because it stands beside the fast way in every loop.
 template <typename Config, int height, int width, int pitch>
 CF_DEVICE void copy_tile_slowly(typename Config::element* tile, const Tensor& t, uint64 base,
                                 int64 row0, int begin, int count, int columns, int64 group,
@@ -59,17 +59,31 @@ CF_DEVICE bool copies_whole(const Tensor& t, int64 vector_bytes) {
   return vector_bytes == 16 && (sizeof(typename Config::element) > 2 || t.kind != FLOAT32);
 }
 
-// Starts tile[r, c] = row `row0 + r`, column c, of an array that starts at `base` and can be copied
-// whole. Rows before `begin` and from `count` on, and columns from `columns` on, become zero.
-// Elements arrive as they are: see `round_tile`.
+// Where a thread's copies of a tile start in shared memory.
 template <typename Config, int height, int width, int pitch>
-CF_DEVICE void copy_rows(ptx::Shared tile, const Tensor& t, uint64 base, int64 row0, int begin,
-                         int count, int columns) {
+CF_DEVICE ptx::Shared copy_place(const typename Config::element* tile) {
+  using Grid = ChunkGrid<Config, height, width>;
+  return ptx::Shared(tile)
+         + (Grid::row() * pitch + Grid::column()) * int(sizeof(typename Config::element));
+}
+
+// Where they start in memory: row `row0` of an array that starts at `base` is the tile's first.
+template <typename Config, int height, int width>
+CF_DEVICE uint64 copy_start(const Tensor& t, uint64 base, int64 row0) {
+  using Grid = ChunkGrid<Config, height, width>;
+  return base + (row0 + Grid::row()) * t.n
+         + Grid::column() * int(sizeof(typename Config::element));
+}
+
+// Starts to copy the thread's part of a tile [height, width], from its `copy_start` to its
+// `copy_place`, of an array that can be copied whole. Rows before `begin` and from `count` on, and
+// columns from `columns` on, become zero. Elements arrive as they are: see `round_tile`.
+template <typename Config, int height, int width, int pitch>
+CF_DEVICE void copy_rows(ptx::Shared to, const Tensor& t, uint64 from, int begin, int count,
+                         int columns) {
   using T = typename Config::element;
   using Grid = ChunkGrid<Config, height, width>;
   constexpr int size = int(sizeof(T));
-  const ptx::Shared to = tile + (Grid::row() * pitch + Grid::column()) * size;
-  uint64 from = base + (row0 + Grid::row()) * t.n + Grid::column() * size;
   // Row i of the thread is real iff i * step lies in begin ... count, as one comparison.
   begin = max(begin, 0);
   const uint32 first = uint32(Grid::row() - begin), real = uint32(max(count - begin, 0));
@@ -97,8 +111,9 @@ CF_DEVICE void copy_tile(typename Config::element* tile, const Tensor& t, uint64
     copy_tile_slowly<Config, height, width, pitch>(tile, t, base, row0, begin, count, columns,
                                                    group, int(vector_bytes));
   } else if (group == 1) {
-    copy_rows<Config, height, width, pitch>(ptx::Shared(tile), t, base, row0, begin, count,
-                                            columns);
+    copy_rows<Config, height, width, pitch>(copy_place<Config, height, width, pitch>(tile), t,
+                                            copy_start<Config, height, width>(t, base, row0), begin,
+                                            count, columns);
   } else {
     const PackedRows packed(row0, group);
 #pragma unroll 1

@@ -210,8 +210,8 @@ CF_HOST_DEVICE constexpr bool fresh_sums() {
   return sizeof(typename Config::element) > 2;
 }
 
-// An accumulator as operands A: one of a depth of 16, or two of 8 in the paired order. Rounds to the
-// type of operands; P and dS are meant, which are finite or make the result NaN by other ways.
+// An accumulator as operands A: one of a depth of 16, or two of 8 in the paired order. Rounds to
+// the type of operands; P and dS are meant, which are finite or make the result NaN by other ways.
 template <typename Config>
 struct AccumulatorAsA {
   using F = Fragments<Config>;

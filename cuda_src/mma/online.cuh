@@ -22,7 +22,7 @@ struct OnlineSoftmax {
   T factor, lazy;          // log2(e) scale; how far q.k may pass m
 
   CF_DEVICE explicit OnlineSoftmax(const Params& p)
-      : factor(T(p.scale * 1.4426950408889634)), lazy(T(p.lazy / p.scale)) {
+      : factor(ptx::kept(T(p.scale * 1.4426950408889634))), lazy(ptx::kept(T(p.lazy / p.scale))) {
 #pragma unroll
     for (int i = 0; i < 2 * fragments; ++i) {
       m[i / 2][i % 2] = -inf<T>();
@@ -33,23 +33,30 @@ struct OnlineSoftmax {
   // The reference in the exponent; 0 while nothing was visible.
   CF_DEVICE T reference(T m_) const { return m_ == -inf<T>() ? T(0) : m_ * factor; }
 
-  // m_new = max(m, rowmax(S)) where that passes m by more than `lazy`; l and acc follow. Each row
-  // decides for itself; the vote only skips code that no row of the warp needs.
-  template <int keys, int columns>
-  CF_DEVICE void move_reference(const typename F::C (&S)[fragments][keys],
-                                typename F::C (&acc)[fragments][columns]) {
-    T top[fragments][2];
-    bool moves = false;
+  // Each lane's largest scores, and whether any of them passes m by more than `lazy`. there:
+  // whether there are scores at all.
+  template <int keys>
+  CF_DEVICE bool find_top(const typename F::C (&S)[fragments][keys], bool there,
+                          T (&top)[fragments][2]) const {
+    bool passes = false;
 #pragma unroll
     for (int i = 0; i < 2 * fragments; ++i) {
-      top[i / 2][i % 2] = lane_max(S[i / 2], i % 2);
-      moves = moves || top[i / 2][i % 2] > m[i / 2][i % 2] + lazy;
+      top[i / 2][i % 2] = there ? lane_max(S[i / 2], i % 2) : -inf<T>();
+      passes = passes || top[i / 2][i % 2] > m[i / 2][i % 2] + lazy;
     }
-    if (!__any_sync(0xFFFFFFFF, moves)) return;
+    return passes;
+  }
+
+  // m_new = max(m, rowmax(S)) where that passes m by more than `lazy`; l and acc follow. top: the
+  // rows' maxima. Each row decides for itself: calling this is a matter of speed only, as long as
+  // it is called where a row passes.
+  template <int columns>
+  CF_DEVICE void move_reference(const T (&top)[fragments][2],
+                                typename F::C (&acc)[fragments][columns]) {
 #pragma unroll
     for (int i = 0; i < 2 * fragments; ++i) {
       T& m_row = m[i / 2][i % 2];
-      const T highest = row_max(top[i / 2][i % 2]);
+      const T highest = top[i / 2][i % 2];
       const T m_new = highest > m_row + lazy ? highest : m_row;
       const T alpha = m_row == -inf<T>() ? T(0) : exp2(reference(m_row) - reference(m_new));
       m_row = m_new;
@@ -64,25 +71,43 @@ struct OnlineSoftmax {
     }
   }
 
-  // S -> P; l += rowsum(P).
+  // One tile's way from S to P and to l, in as many pieces as suit the products around it.
+  struct Exponentials {
+    T factor, m_ref[fragments][2], sum[fragments][2];
+
+    CF_DEVICE explicit Exponentials(const OnlineSoftmax& softmax) : factor(softmax.factor) {
+#pragma unroll
+      for (int i = 0; i < 2 * fragments; ++i) {
+        m_ref[i / 2][i % 2] = softmax.reference(softmax.m[i / 2][i % 2]);
+        sum[i / 2][i % 2] = T(0);
+      }
+    }
+
+    // S -> P of the keys of fragment j, elements first ... end of the lane's.
+    template <int keys>
+    CF_DEVICE void take(typename F::C (&S)[fragments][keys], int j, int first, int end) {
+#pragma unroll
+      for (int x = 0; x < 8 * fragments; ++x) {
+        if (x < first || x >= end) continue;
+        const int i = x / 8, e = x % 8, half = row_step(e) / 8;
+        T& value = S[i][j].x[e];
+        value = exp2(value * factor - m_ref[i][half]);
+        sum[i][half] += value;                          // of the unrounded P
+      }
+    }
+  };
+
+  // S -> P of all keys; l += rowsum(P).
   template <int keys>
   CF_DEVICE void exponentials(typename F::C (&S)[fragments][keys]) {
+    Exponentials e(*this);
 #pragma unroll
-    for (int i = 0; i < 2 * fragments; ++i) {
-      const T m_ref = reference(m[i / 2][i % 2]);
-      T sum = T(0);
+    for (int j = 0; j < keys; ++j) e.take(S, j, 0, 8 * fragments);
+    add_sums(e);
+  }
+  CF_DEVICE void add_sums(const Exponentials& e) {
 #pragma unroll
-      for (int j = 0; j < keys; ++j) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          if (row_step(e) != 8 * (i % 2)) continue;
-          T& x = S[i / 2][j].x[e];
-          x = exp2(x * factor - m_ref);
-          sum += x;                                     // of the unrounded P
-        }
-      }
-      l[i / 2][i % 2] += sum;
-    }
+    for (int i = 0; i < 2 * fragments; ++i) l[i / 2][i % 2] += e.sum[i / 2][i % 2];
   }
 
   // The largest of a lane's scores in one row; a NaN among them shows up in P.

@@ -17,6 +17,10 @@ CF_DEVICE bool in_pieces(const Tensor& t, int64 size, int columns, int bytes) {
   return t.c == size && ((t.address | t.b | t.h | t.n | columns * size) & (bytes - 1)) == 0;
 }
 
+// 1 / x for x that are no denormals: of float to one unit in the last place.
+CF_DEVICE float reciprocal(float x) { return ptx::reciprocal_approx(x); }
+CF_DEVICE double reciprocal(double x) { return 1 / x; }
+
 // factor * x; 0 where the factor is 0, since x may then be a NaN of neighbours.
 template <typename T>
 CF_DEVICE T scaled(T x, T factor) {
@@ -64,22 +68,45 @@ CF_DEVICE void stage_row(typename Config::element* tile_row,
   }
 }
 
-// The rows 0 ... count of a warp's tile to memory; address(r) is where row r starts.
-template <int columns, int pitch, typename T, typename Address>
-CF_DEVICE void store_staged(const T* tile, const Tensor& t, const Address& address, int count,
-                            int width) {
-  constexpr int elements = 16 / int(sizeof(T)), chunks = columns / elements;
-  const bool whole = in_pieces(t, sizeof(T), width, 16);
-  for (int i = lane_id(); i < count * chunks; i += 32) {
-    const int r = i / chunks, c = i % chunks * elements;
-    const T* const from = tile + r * pitch + c;
-    const uint64 to = address(r) + c * t.c;
-    if (whole && c < width) {
-      at<Chunk>(to) = *reinterpret_cast<const Chunk*>(from);
-    } else {
+// The rows 0 ... count of a warp's part [height, width] of a tile to memory. The first of them is
+// packed row `row0` of the heads that start at `base`; `columns` of them exist.
+template <int height, int width, int pitch, typename T>
+CF_DEVICE void store_staged(const T* tile, const Tensor& t, uint64 base, const PackedRows& packed,
+                            int row0, int count, int columns) {
+  constexpr int elements = 16 / int(sizeof(T)), chunks = width / elements;
+  constexpr int across = min(chunks & -chunks, 32), step = 32 / across;
+  const int r0 = lane_id() / across, c0 = lane_id() % across * elements;
+  const bool whole = in_pieces(t, sizeof(T), columns, 16);
+  if (!whole || packed.group != 1) {
 #pragma unroll 1
-      for (int x = 0; x < min(elements, width - c); ++x) at<T>(to + x * t.c) = from[x];
+    for (int r = r0; r < count; r += step) {
+      const uint64 row = base + packed.offset(t, row0 + r);
+#pragma unroll 1
+      for (int c = c0; c < min(width, columns); c += across * elements) {
+        const T* const from = tile + r * pitch + c;
+        if (whole) {
+          at<Chunk>(row + c * int(sizeof(T))) = *reinterpret_cast<const Chunk*>(from);
+          continue;
+        }
+#pragma unroll 1
+        for (int x = 0; x < min(elements, columns - c); ++x) {
+          at<T>(row + (c + x) * t.c) = from[x];
+        }
+      }
     }
+    return;
+  }
+  uint64 to = base + packed.offset(t, row0 + r0) + c0 * int(sizeof(T));
+#pragma unroll
+  for (int i = 0; i < height; i += step) {
+#pragma unroll
+    for (int j = 0; j < width; j += across * elements) {
+      if (r0 + i < count && c0 + j < columns) {
+        at<Chunk>(to + j * int(sizeof(T))) =
+            *reinterpret_cast<const Chunk*>(tile + (r0 + i) * pitch + c0 + j);
+      }
+    }
+    to += step * t.n;
   }
 }
 

@@ -39,6 +39,13 @@ CF_DEVICE float exp2_approx(float x) {
   return y;
 }
 
+// 1 / x to a unit in the last place.
+CF_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The two m16n8 halves of a product, side by side: the second finds A in the operand cache.
 #define CF_MMA_SYNC(form, sum, word)                                                            \
   asm("mma.sync.aligned." form " {%0, %1, %2, %3}, {%8, %9, %10, %11}, {%12, %13}, "            \

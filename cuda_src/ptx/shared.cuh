@@ -19,6 +19,12 @@ struct Shared {
   uint32 address;
 
   CF_DEVICE explicit Shared(const void* pointer) : address(shared_address(pointer)) {}
+  // The same, computed here and nowhere else.
+  CF_DEVICE Shared kept() const {
+    Shared same = *this;
+    asm volatile("" : "+r"(same.address));
+    return same;
+  }
   CF_DEVICE Shared operator+(int bytes) const {
     Shared sum = *this;
     sum.address += uint32(bytes);
@@ -60,6 +66,11 @@ CF_DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memor
 template <int open>
 CF_DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" : : "n"(open) : "memory");
+}
+
+// A barrier of `threads` threads, whole warps, by its number from 1 to 15.
+CF_DEVICE void barrier(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(threads) : "memory");
 }
 
 }  // namespace cf::ptx

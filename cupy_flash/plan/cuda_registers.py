@@ -1,7 +1,7 @@
 """The tiles of the forward kernel that keeps scores, P and acc in registers, and when it serves.
 
-It is fast because nothing but Q, K and V goes through shared memory; it knows neither mask nor bias,
-softcap or ALiBi, which the general kernel of `cuda_tiles` has.
+It is fast because nothing but Q, K and V goes through shared memory. It knows neither mask nor
+bias, softcap or ALiBi; the general kernel of `cuda_tiles` does.
 """
 
 from math import ceil
@@ -19,7 +19,8 @@ class Row(NamedTuple):
     """A row of the table.
 
     `width` is the widest head dim that it serves. `blocks` of it are to run on a multiprocessor;
-    `keep_Q` has Q in registers. `rows`, if not 0, asks for so many packed query rows.
+    `keep_Q` has Q in registers. With `pairs` two warps share their rows, each with half the columns
+    of the output.
     """
 
     Br: int
@@ -29,7 +30,7 @@ class Row(NamedTuple):
     reason: str
     blocks: int = 2
     keep_Q: bool = False
-    rows: int = 0
+    pairs: bool = False
 
 
 # The first row that fits is taken.
@@ -37,8 +38,10 @@ ROWS = {
     "16-bit": (
         Row(128, 64, 4, 64, "32 rows a warp: each fragment of K and V feeds two products"),
         Row(128, 48, 4, 128, "32 rows a warp, few keys beside the wide accumulator"),
-        Row(128, 64, 8, 256, "a wide d_v: 16 rows a warp, eight warps share K and V", blocks=1),
-        Row(64, 48, 4, 256, "a wide d_v in 99 KiB: four warps, few keys"),
+        Row(128, 64, 8, 256, "a wide d_v: two warps share 32 rows, each has half the columns",
+            blocks=1, pairs=True),
+        Row(128, 64, 8, 256, "a wide d_v, not of 32 columns each: 16 rows a warp", blocks=1),
+        Row(64, 48, 4, 256, "a wide d_v in 99 KiB: 16 rows a warp, few keys"),
     ),
     "tf32": (
         Row(128, 48, 4, 64, "32 rows a warp: each fragment of K and V feeds two products"),
@@ -69,7 +72,7 @@ def choose(problem, device):
         config = config_of(problem, row)
         need = smem_bytes(config)
         if (max(config.d, config.d_v) <= row.width and need <= device.smem
-                and problem.group * problem.Nq >= row.rows):
+                and config.d_v % (FRAGMENT * (2 if row.pairs else 1)) == 0):
             return (config, need, row.reason), None
     return None, f"no tile in registers for head dims {problem.d} and {problem.d_v}"
 
@@ -95,7 +98,8 @@ def config_of(problem, row):
     """What the kernel is compiled for, to serve this problem with this row."""
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
-    constants = (("blocks", row.blocks), ("keep_Q", int(row.keep_Q)))
+    constants = (("blocks", row.blocks), ("keep_Q", int(row.keep_Q)),
+                 ("pairs", int(row.pairs)))
     return CudaConfig(p.dtype, p.precision, d, d_v, row.Br, row.Bc, row.warps, False, lazy(p),
                       constants)
 
@@ -104,5 +108,9 @@ def smem_bytes(config):
     """Dynamic shared memory of a block, as the kernel's traits add it up."""
     itemsize = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[config.element]
     d, d_v, Br, Bc = config.d, config.d_v, config.Br, config.Bc
-    Q_and_K = (Br + Bc) * (d + (8 if itemsize == 2 else 4))
-    return (Q_and_K + Bc * (d_v + 16 // itemsize)) * itemsize
+    pad = 8 if itemsize == 2 else 4
+    tiles = ((Br + Bc) * (d + pad) + Bc * (d_v + 16 // itemsize)) * itemsize
+    shared_rows = 0
+    if dict(config.constants)["pairs"]:                 # P, and what two warps say of their rows
+        shared_rows = Br * (Bc + pad) * itemsize + 2 * 2 * Br * 4
+    return tiles + shared_rows

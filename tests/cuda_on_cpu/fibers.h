@@ -35,6 +35,7 @@
 #define gridDim (fibers::Index{fibers::block->grid})
 #define __syncthreads() fibers::barrier(__FILE__, __LINE__, false)
 #define __syncwarp() fibers::barrier(__FILE__, __LINE__, true)
+#define __syncthreads_or(yes) fibers::vote(__FILE__, __LINE__, yes)
 
 namespace fibers {
 
@@ -83,6 +84,7 @@ struct Fiber {
   bool started = false;
   std::vector<std::vector<Copy>> copies;   // in groups; the last one is still open
   std::vector<std::vector<std::function<void()>>> products;   // likewise
+  unsigned votes = 0;                      // how many it has taken part in
 };
 
 // Where fibers meet: all of a block, or of a warp.
@@ -109,8 +111,9 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::vector<unsigned> ready;             // fibers that can go on
-  Meeting all;
+  Meeting all, numbered[16];
   unsigned alive = 0;
+  unsigned yes[2] = {};                    // the last votes that somebody said yes in
   std::map<unsigned long long, PhaseBarrier> barriers;   // by address
   std::map<int, NamedBarrier> named;
   std::vector<std::function<void()>> flights;            // copies that land sooner or later
@@ -169,6 +172,14 @@ inline void barrier(const char* file, int line, bool of_warp) {
   } else {
     meet(block->all, block->alive);
   }
+}
+
+// A barrier of the block that tells each thread whether any of them says yes.
+inline bool vote(const char* file, int line, bool says_yes) {
+  const unsigned turn = ++block->fibers[current].votes;
+  if (says_yes) block->yes[turn % 2] = turn;
+  barrier(file, line, false);
+  return block->yes[turn % 2] == turn;
 }
 
 // Every lane shows a value to its warp; returns where all 32 lie, until the warp's next but one
@@ -232,6 +243,8 @@ __attribute__((noinline)) inline bool run_block(Block& b) {
   block = &b;
   b.alive = b.threads;
   b.all.waiting.clear();
+  for (Meeting& meeting : b.numbered) meeting.waiting.clear();
+  b.yes[0] = b.yes[1] = 0;
   b.ready.clear();
   for (Warp& w : b.warps) w.meeting.waiting.clear();
   b.barriers.clear();
@@ -278,6 +291,7 @@ inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads,
     memset(b.shared.get(), fill, shared_bytes);
     for (Fiber& fiber : b.fibers) {
       fiber.started = false;
+      fiber.votes = 0;
       fiber.copies.assign(1, {});
       fiber.products.assign(1, {});
     }
@@ -303,6 +317,8 @@ T __shfl_sync(unsigned, T value, int from) {
 inline bool __any_sync(unsigned, bool value) {
   unsigned char (*slots)[fibers::SLOT] = fibers::exchange(value);
   bool any = false;
-  for (unsigned from = 0; from < fibers::WARP; ++from) any = any || fibers::shown<bool>(slots, from);
+  for (unsigned from = 0; from < fibers::WARP; ++from) {
+    any = any || fibers::shown<bool>(slots, from);
+  }
   return any;
 }

@@ -14,6 +14,7 @@ struct Shared {
 
   explicit Shared(const void* pointer) : place((unsigned char*)pointer) {}
   Shared operator+(int bytes) const { return Shared(place + bytes); }
+  Shared kept() const { return *this; }
 };
 
 // An element of one of four matrices, which lie where the lanes say.
@@ -37,6 +38,11 @@ inline void load_matrices_transposed(uint32 (&x)[4], Shared row) {
   for (int i = 0; i < 4; ++i) {
     x[i] = matrix_element(slots, i, 2 * t, g) | matrix_element(slots, i, 2 * t + 1, g) << 16;
   }
+}
+
+inline void barrier(int number, int threads, const char* file = __builtin_FILE(),
+                    int line = __builtin_LINE()) {
+  if (!fibers::left_out(file, line)) fibers::meet(fibers::block->numbered[number], threads);
 }
 
 inline void copy_16_bytes(Shared to, uint64 from, bool there) {
@@ -64,6 +70,7 @@ uint32 pack(float low, float high) {
 }
 
 inline float exp2_approx(float x) { return ::exp2f(x); }
+inline float reciprocal_approx(float x) { return 1 / x; }
 
 // c += a b, with elements of T where the lanes of a fragment have them.
 template <typename T, typename Word, typename Sum>

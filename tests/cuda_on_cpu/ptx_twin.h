@@ -29,6 +29,9 @@ inline double bits_to_double(uint64 x) {
   return y;
 }
 
+inline float kept(float x) { return x; }
+inline double kept(double x) { return x; }
+
 inline float multiply(float a, float b) { return a * b; }
 inline double multiply(double a, double b) { return a * b; }
 

@@ -1,0 +1,293 @@
+// One warp of the kernel `forward_registers`: its rows of S, P and acc stay in its registers.
+#pragma once
+
+#include "copy.cuh"
+#include "online.cuh"
+
+namespace cf {
+
+// With `pairs` two warps share their rows: each has the scores of half the keys and the sums of
+// half the columns, and hands its P over through shared memory. An accumulator for wide heads then
+// leaves room for twice the rows, and each fragment of K and V feeds two products.
+template <typename Config>
+struct ForwardRegistersTraits {
+  using T = typename Config::element;
+  static constexpr int threads = 32 * Config::warps, parts = Config::pairs ? 2 : 1;
+  static constexpr int rows = Config::Br / Config::warps * parts;        // of a warp
+  static constexpr int fragments = rows / 16, keys = Config::Bc / 16 / parts;
+  static constexpr int columns = Config::d_v / 16 / parts;
+  static constexpr int pitch = rows_pitch<T>(Config::d), pitch_v = depth_pitch<T>(Config::d_v);
+  static constexpr int pitch_P = rows_pitch<T>(Config::Bc);
+  static constexpr int bytes_P = parts == 1 ? 0 : Config::Br * pitch_P * int(sizeof(T));
+  static constexpr int bytes_rows = parts == 1 ? 0 : parts * Config::Br * int(sizeof(float));
+  static constexpr int smem_bytes =
+      ((Config::Br + Config::Bc) * pitch + Config::Bc * pitch_v) * int(sizeof(T)) + bytes_P
+      + 2 * bytes_rows;
+  static_assert(Config::d % 16 == 0 && Config::d_v % (16 * parts) == 0,
+                "d and d_v must be multiples of 16");
+  static_assert(Config::Br * parts % (16 * Config::warps) == 0, "a warp must have whole fragments");
+  static_assert(Config::Bc % (16 * parts) == 0, "Bc must be a multiple of 16");
+  static_assert(parts == 1 || sizeof(T) == 2, "two parts have 16-bit types only");
+};
+
+// Shared memory of a block, and which part of it a warp reads.
+template <typename Config>
+struct ForwardRegistersTiles {
+  using T = typename Config::element;
+  using Traits = ForwardRegistersTraits<Config>;
+  T* Q;                // [Br, d]
+  T* K;                // [Bc, d]
+  T* V;                // [Bc, d_v]
+  T* P;                // [Br, Bc]; in two parts only, like what follows
+  float *top, *l;      // [2, Br]: what a part's rows say of themselves to the other part's
+
+  CF_DEVICE explicit ForwardRegistersTiles(unsigned char* memory) {
+    Carver carver{memory};
+    Q = carver.take<T>(Config::Br * Traits::pitch * int(sizeof(T)));
+    K = carver.take<T>(Config::Bc * Traits::pitch * int(sizeof(T)));
+    V = carver.take<T>(Config::Bc * Traits::pitch_v * int(sizeof(T)));
+    P = carver.take<T>(Traits::bytes_P);
+    top = carver.take<float>(Traits::bytes_rows);
+    l = carver.take<float>(Traits::bytes_rows);
+  }
+  static CF_DEVICE int part() { return warp_id() % Traits::parts; }
+  static CF_DEVICE int row0() { return warp_id() / Traits::parts * Traits::rows; }
+  static CF_DEVICE int key0() { return part() * Traits::keys * 16; }
+  static CF_DEVICE int column0() { return part() * Traits::columns * 16; }
+};
+
+// What a warp keeps while it walks the keys.
+template <typename Config>
+struct ForwardWarp {
+  using F = Fragments<Config>;
+  using T = typename F::T;
+  using Traits = ForwardRegistersTraits<Config>;
+  static constexpr int fragments = Traits::fragments, keys = Traits::keys;
+  static constexpr int columns = Traits::columns, depths = Config::d / F::depth;
+  using S = typename F::C[fragments][keys];
+
+  using Tiles = ForwardRegistersTiles<Config>;
+
+  ReaderA<Config, Layout::row, Traits::pitch> Q;
+  ReaderB<Config, Layout::col, Traits::pitch> K;
+  ReaderB<Config, Layout::row, Traits::pitch_v> V;
+  typename F::A kept[fragments][Config::keep_Q ? depths : 1];
+  typename F::C acc[fragments][columns];
+  OnlineSoftmax<Config, fragments> softmax;
+
+  CF_DEVICE ForwardWarp(const ForwardRegistersTiles<Config>& t, const Params& p)
+      : Q(t.Q + t.row0() * Traits::pitch),
+        K(t.K + t.key0() * Traits::pitch),
+        V(t.V + t.column0()),
+        acc{},
+        softmax(p) {}
+
+  CF_DEVICE void keep_Q() {
+#pragma unroll
+    for (int i = 0; i < fragments * depths; ++i) {
+      kept[i / depths][i % depths] = Q.load(i / depths * 16, i % depths * F::depth);
+    }
+  }
+
+  // scores = Q K^T
+  CF_DEVICE void multiply_keys(S& scores) const {
+    Sums<Config> sums[fragments][keys];
+#pragma unroll
+    for (int k = 0; k < depths; ++k) {
+      decltype(operand<Config>(kept[0][0])) a[fragments];
+#pragma unroll
+      for (int i = 0; i < fragments; ++i) {
+        a[i] = operand<Config>(Config::keep_Q ? kept[i][k] : Q.load(i * 16, k * F::depth));
+      }
+#pragma unroll
+      for (int j = 0; j < keys; ++j) {
+        const auto b = operand<Config>(K.load(k * F::depth, j * 16));
+#pragma unroll
+        for (int i = 0; i < fragments; ++i) add_product(sums[i][j], a[i], b);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < fragments * keys; ++i) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        scores[i / keys][i % keys].x[e] = sums[i / keys][i % keys].total(e);
+      }
+    }
+  }
+
+  // Hides what a row does not see: keys behind its end and, if `before`, those before its first.
+  template <bool before>
+  static CF_DEVICE void hide(S& scores, const TileKeys& keys_of, const Rows& rows, int key0) {
+    const int corner = key0 + Tiles::key0() + lane_column();
+#pragma unroll
+    for (int i = 0; i < 2 * fragments; ++i) {
+      const int r = Tiles::row0() + i * 8 + lane_row();
+      const int first = keys_of.first_of(rows, r) - corner, end = keys_of.end_of(rows, r) - corner;
+#pragma unroll
+      for (int j = 0; j < keys; ++j) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const int key = j * 16 + column_step(e);
+          if (row_step(e) == i % 2 * 8 && (key >= end || (before && key < first))) {
+            scores[i / 2][j].x[e] = -inf<typename F::Sum>();
+          }
+        }
+      }
+    }
+  }
+
+  // From S to acc += P V, summed in acc itself. The exponentials of the next keys stand between the
+  // products of these, for the two have pipes of their own.
+  CF_DEVICE void multiply_values(S& scores) {
+    typename OnlineSoftmax<Config, fragments>::Exponentials exponentials(softmax);
+    constexpr int elements = 8 * fragments;
+    exponentials.take(scores, 0, 0, elements);
+#pragma unroll
+    for (int j = 0; j < keys; ++j) {
+      typename F::A a[fragments];
+#pragma unroll
+      for (int i = 0; i < fragments; ++i) a[i] = AccumulatorAsA<Config>(scores[i][j]).a[0];
+#pragma unroll
+      for (int n = 0; n < columns; ++n) {
+        const typename F::B b = V.load(j * 16, n * 16);
+#pragma unroll
+        for (int i = 0; i < fragments; ++i) mma<Config>(acc[i][n], a[i], b);
+        if (j + 1 < keys) {
+          exponentials.take(scores, j + 1, n * elements / columns, (n + 1) * elements / columns);
+        }
+      }
+    }
+    softmax.add_sums(exponentials);
+  }
+
+  // acc += P V, each 16 columns of it summed apart and added as a whole.
+  CF_DEVICE void multiply_values_apart(const S& P) {
+    constexpr int count = 16 / F::depth;
+    decltype(operand<Config>(kept[0][0])) a[fragments][keys][count];
+#pragma unroll
+    for (int i = 0; i < fragments * keys; ++i) {
+      const AccumulatorAsA<Config> one(P[i / keys][i % keys]);
+#pragma unroll
+      for (int x = 0; x < count; ++x) a[i / keys][i % keys][x] = operand<Config>(one.a[x]);
+    }
+#pragma unroll
+    for (int n = 0; n < columns; ++n) {
+      Sums<Config> sums[fragments];
+#pragma unroll
+      for (int k = 0; k < keys * count; ++k) {
+        const auto b = operand<Config>(V.load(k * F::depth, n * 16));
+#pragma unroll
+        for (int i = 0; i < fragments; ++i) add_product(sums[i], a[i][k / count][k % count], b);
+      }
+#pragma unroll
+      for (int i = 0; i < fragments; ++i) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) acc[i][n].x[e] += sums[i].total(e);
+      }
+    }
+  }
+
+  // acc += P V with the P of both parts, which lies in shared memory.
+  CF_DEVICE void multiply_values_shared(const T* P) {
+    const ReaderA<Config, Layout::row, Traits::pitch_P> reader(P + Tiles::row0() * Traits::pitch_P);
+#pragma unroll
+    for (int k = 0; k < Config::Bc; k += F::depth) {
+      typename F::A a[fragments];
+#pragma unroll
+      for (int i = 0; i < fragments; ++i) a[i] = reader.load(i * 16, k);
+#pragma unroll
+      for (int n = 0; n < columns; ++n) {
+        const typename F::B b = V.load(k, n * 16);
+#pragma unroll
+        for (int i = 0; i < fragments; ++i) mma<Config>(acc[i][n], a[i], b);
+      }
+    }
+  }
+
+  // The warp's part of P, rounded, to where both parts read it.
+  static CF_DEVICE void share_P(T* P, const S& scores) {
+    T* const corner = P + (Tiles::row0() + lane_row()) * Traits::pitch_P + Tiles::key0()
+                      + lane_column();
+#pragma unroll
+    for (int i = 0; i < fragments * keys; ++i) {
+#pragma unroll
+      for (int e = 0; e < 8; e += 2) {
+        const typename F::C& c = scores[i / keys][i % keys];
+        *reinterpret_cast<uint32*>(corner + (i / keys * 16 + row_step(e)) * Traits::pitch_P
+                                   + i % keys * 16 + column_step(e)) =
+            ptx::pack<T>(c.x[e], c.x[e + 1]);
+      }
+    }
+  }
+
+  // What the other part's warp says of the same rows; the four lanes of a row say the same.
+  CF_DEVICE void exchange(float* said, float (&x)[fragments][2]) const {
+#pragma unroll
+    for (int i = 0; i < 2 * fragments; ++i) {
+      if (lane_id() % 4 == 0) {
+        said[Tiles::part() * Config::Br + Tiles::row0() + i * 8 + lane_row()] = x[i / 2][i % 2];
+      }
+    }
+    __syncthreads();                                    // all rows have said it
+#pragma unroll
+    for (int i = 0; i < 2 * fragments; ++i) {
+      x[i / 2][i % 2] = said[(1 - Tiles::part()) * Config::Br + Tiles::row0() + i * 8 + lane_row()];
+    }
+  }
+
+  using Top = typename F::Sum[fragments][2];
+
+  // The rows' maxima from their lanes', and from the other part's.
+  CF_DEVICE void join_top(float* shared, Top& top) const {
+#pragma unroll
+    for (int i = 0; i < 2 * fragments; ++i) top[i / 2][i % 2] = row_max(top[i / 2][i % 2]);
+    if constexpr (Traits::parts == 2) {
+      Top other;
+#pragma unroll
+      for (int i = 0; i < 2 * fragments; ++i) other[i / 2][i % 2] = top[i / 2][i % 2];
+      exchange(shared, other);
+#pragma unroll
+      for (int i = 0; i < 2 * fragments; ++i) {
+        top[i / 2][i % 2] = fmaxf(top[i / 2][i % 2], other[i / 2][i % 2]);
+      }
+    }
+  }
+
+  // The rows' l, each lane's sum of its keys, and of the other part's.
+  CF_DEVICE void join_l(float* shared) {
+#pragma unroll
+    for (int i = 0; i < 2 * fragments; ++i) {
+      softmax.l[i / 2][i % 2] = row_sum(softmax.l[i / 2][i % 2]);
+    }
+    if constexpr (Traits::parts == 2) {
+      Top other;
+#pragma unroll
+      for (int i = 0; i < 2 * fragments; ++i) other[i / 2][i % 2] = softmax.l[i / 2][i % 2];
+      exchange(shared, other);
+#pragma unroll
+      for (int i = 0; i < 2 * fragments; ++i) {
+        // In this order in both parts: they must divide by the same.
+        softmax.l[i / 2][i % 2] = Tiles::part() == 0
+                                      ? softmax.l[i / 2][i % 2] + other[i / 2][i % 2]
+                                      : other[i / 2][i % 2] + softmax.l[i / 2][i % 2];
+      }
+    }
+  }
+
+  // From scores to acc, once V is there.
+  CF_DEVICE void finish_tile(S& scores, const Tiles& t) {
+    if constexpr (Traits::parts == 2) {
+      softmax.exponentials(scores);
+      share_P(t.P, scores);
+      ptx::barrier(1 + warp_id() / 2, 64);              // both parts of P are there
+      multiply_values_shared(t.P);
+    } else if constexpr (fresh_sums<Config>()) {
+      softmax.exponentials(scores);
+      multiply_values_apart(scores);
+    } else {
+      multiply_values(scores);
+    }
+  }
+};
+
+}  // namespace cf
