@@ -24,10 +24,10 @@ def problem(**changes):
     return small_problem(**{"batch": 8, **changes})
 
 
-def compile_row(d, d_v, dtype="bfloat16"):
+def compile_row(d, d_v, dtype="bfloat16", **changes):
     """(launch, cubin, log) for head dims."""
-    (launch,) = make_plan("forward", problem(d=d, d_v=d_v, dtype=dtype, out_dtype=dtype),
-                          HOPPER).launches
+    p = problem(d=d, d_v=d_v, dtype=dtype, out_dtype=dtype, **changes)
+    (launch,) = make_plan("forward", p, HOPPER).launches
     assert launch.entry == "hopper_forward"
     cubin, log = nvrtc.compile(unit(launch.entry, launch.config, launch.smem_bytes)[1], "90a")
     assert cubin is not None, log
@@ -50,6 +50,13 @@ def test_every_row_compiles_as_it_is_meant(d, d_v):
 def test_float16_compiles_too():
     *_, log = compile_row(128, 128, "float16")
     assert "C75" not in log
+
+
+@pytest.mark.parametrize("d, d_v", WIDTHS)
+def test_softcap_and_alibi_compile_too(d, d_v):
+    launch, _, log = compile_row(d, d_v, softcap=10.0, has_alibi=True)
+    assert launch.config.features and "C75" not in log
+    assert nvrtc.resources(log)["spill_stores"] <= SPILLED[launch.config.Br]
 
 
 def test_the_build_that_stops_endless_waits_compiles():
@@ -119,9 +126,9 @@ def test_every_head_dim_has_a_row_that_fits(d, d_v):
 
 @pytest.mark.parametrize("changes, words", [
     ({"dtype": "float32", "precision": "tf32", "out_dtype": "float32"}, "16-bit"),
-    ({"out_dtype": "float32"}, "16-bit"), ({"softcap": 3.0}, "softcap"),
+    ({"out_dtype": "float32"}, "16-bit"),
     ({"has_mask": True}, "mask"), ({"bias_shape": (1, 1, 1, 1)}, "bias"),
-    ({"has_alibi": True}, "ALiBi"), ({"scale": -1.0}, "scale"), ({"d": 20}, "multiples of 8"),
+    ({"d": 20}, "multiples of 8"),
     ({"Nq": 3}, "rows"), ({"Nk": 0}, "rows"),
     ({"batch": 1, "heads_q": 1, "heads_k": 1}, "idle"),
     ({"layouts": (("v", (2, 2, 3000, 64), (8, 8, 72, 2), "bfloat16", True),)}, "strides of v"),

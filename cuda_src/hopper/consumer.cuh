@@ -101,14 +101,20 @@ struct Consumer {
     for (int i = 0; i < Config::d_v / 2; ++i) acc[i] *= alpha[row_of(i)];
   }
 
-  CF_DEVICE void hide(const Work& w, int key0) {
+  // S: q.k -> scores of the keys of a tile.
+  CF_DEVICE void score(const Work& w, int key0, bool hides) {
+    const int column0 = key0 + 2 * (int(threadIdx.x) % 4);
+    if constexpr (Config::features) finish_scores(S, p, w, row(), column0);
+    if (hides) hide(w, column0);
+  }
+  CF_DEVICE void hide(const Work& w, int column0) {
     KeyRange visible[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = w.query(row() + 8 * r, p.pack);
       visible[r] = {w.first_key(query), w.end_key(query)};
     }
-    hide_keys(S, visible, key0 + 2 * (int(threadIdx.x) % 4));
+    hide_keys(S, visible, column0);
   }
 
   // Zeroes the rows of the key tile's V that no row of the work sees, if there are such rows in
@@ -225,7 +231,7 @@ struct Consumer {
     release_keys(key0 == w.first_tile);
     ++place.count;
     float none[2];
-    if (w.hides(key0)) hide(w, key0);
+    score(w, key0, w.hides(key0));
     softmax_step(S, state, none, true, p);
     if (w.hides(key0)) forget_values(w, key0);
     return true;
@@ -247,17 +253,23 @@ struct Consumer {
       more = find_next(step.key0, next);
       ptx::products_wait<1>();
       release_keys(step.last);
-      if (step.hides) hide(work_at(current), step.key0);
-      if (step.changes) {
-        close(factor);
-        state = RowState();
+      // One branch around all that is rare: each one that is taken makes the fetch of code wait.
+      const bool rare = step.hides || step.changes;
+      if (Config::features || rare) {
+        score(work_at(current), step.key0, step.hides);
+        if (step.changes) {
+          close(factor);
+          state = RowState();
+        }
       }
       const bool moved = softmax_step(S, state, factor, step.changes, p);
       finish_values();
       ends = Traits::stores_late && step.changes;
-      if (!step.changes && moved) scale(factor);
-      if (!Traits::stores_late && step.changes) store(factor);
-      if (step.hides) forget_values(work_at(current), step.key0);
+      if (rare || moved) {
+        if (!step.changes && moved) scale(factor);
+        if (!Traits::stores_late && step.changes) store(factor);
+        if (step.hides) forget_values(work_at(current), step.key0);
+      }
     }
     if (ends) store(factor);
     round_P();

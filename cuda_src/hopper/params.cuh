@@ -9,8 +9,10 @@ namespace cf {
 struct HopperForwardParams : ForwardParams {
   int32 pack;        // query heads whose rows stand side by side in a tile: 1 or the whole group
   int32 section;     // heads (of `pack` query heads) that are worked on at a time; see Turns
-  float unit;        // P = 2^(unit q.k - reference): scale log2(e), above 0
+  float unit;        // P = 2^(unit S - reference): for S = q.k it is scale log2(e), above 0
   float lazy_2;      // the lazy threshold as a power of 2
+  float qk_scale;    // with `features` scores are finished first, and `unit` is log2(e): scale,
+  float cap, per_cap;          // softcap (0: none) and its inverse
   TensorMap q_map;   // boxes [64 / pack, pack, 64] of [batch, Nq, heads_q, d]
   TensorMap k_map;   // boxes [Bc, 64] of [batch, heads_k, Nk, d]
   TensorMap v_map;   // boxes [Bc, 64] of [batch, heads_k, Nk, d_v]

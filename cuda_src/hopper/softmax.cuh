@@ -78,6 +78,30 @@ CF_DEVICE bool softmax_step(float (&S)[n], RowState& state, float (&alpha)[2], b
   return any;
 }
 
+// S: q.k -> scores by scale, softcap and ALiBi, of the rows r and r + 8 of a tile; column0: the key
+// of the thread's first column.
+template <int n>
+CF_DEVICE void finish_scores(float (&S)[n], const HopperForwardParams& p, const Work& w, int r,
+                             int column0) {
+  ScoreRow<float> row[2] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    row[i].position = w.query(r + 8 * i, p.pack) + w.offset;
+    if (p.slopes.address != 0) {
+      const int64 head = w.head_of(r + 8 * i, p.pack);
+      row[i].width = load<float>(p.slopes.address + w.b * p.slopes.b + head * p.slopes.h,
+                                 p.slopes.kind);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    float x = ptx::multiply(p.qk_scale, S[i]);
+    if (p.cap != 0.f) x = ptx::multiply(p.cap, tanh(x * p.per_cap));
+    if (p.slopes.address != 0) x = add_alibi(x, row[row_of(i)], column0 + i / 4 * 8 + i % 2);
+    S[i] = x;
+  }
+}
+
 // Which of a thread's columns in a row lie before `end`, a bit each: it has the first two of every
 // eight, counted from its first one.
 CF_DEVICE uint32 columns_before(int end) {

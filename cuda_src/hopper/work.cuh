@@ -16,6 +16,7 @@ struct alignas(16) Work {
   int full_end, full;      // key tiles from `full` on that begin before `full_end` hide no key
   int first, end;          // the keys that any row sees; none: end <= first
   int left, right, kv_len; // of the Diagonals
+  int64 offset;
 
   CF_DEVICE bool empty() const { return end <= first; }
   CF_DEVICE bool hides(int key0) const { return key0 >= full_end || key0 < full; }
@@ -35,6 +36,7 @@ template <typename Config>
 CF_DEVICE void find_key_tiles(Work& w, const HopperForwardParams& p, int64 offset) {
   constexpr int Bc = Config::Bc;
   const Diagonals diagonals(p, offset);
+  w.offset = offset;
   w.left = diagonals.left;
   w.right = diagonals.right;
   w.first = w.end = w.full_end = w.full = w.last_tile = w.first_tile = 0;

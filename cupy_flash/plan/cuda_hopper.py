@@ -16,8 +16,8 @@ FEWEST_ROWS = 64            # below, a tile of 128 rows is mostly empty
 MANY_KEYS = 1024            # they are better split if there are few tiles of rows
 SMEM = 227 << 10
 CACHED = 32 << 20           # bytes of K and V that may stay in the L2 cache beside all else
-# Scores stay q.k until the exponential, where one factor brings scale and base in. It must be
-# positive, and far from the ends of float32.
+# Scores stay q.k until the exponential, where one factor brings scale and base in, unless that is
+# not positive, or near the ends of float32.
 SCALES = 2.0**-60, 2.0**60
 
 
@@ -71,10 +71,8 @@ def obstacle_of(problem, device):
         return "sm_90 and NVRTC 12.9 or newer have it"
     if p.dtype not in ("float16", "bfloat16") or p.out_dtype != p.dtype:
         return "wgmma takes and gives 16-bit elements here"
-    if p.has_mask or p.has_alibi or p.bias_shape or p.softcap:
-        return "mask, bias, softcap and ALiBi go through shared memory"
-    if not SCALES[0] <= p.scale <= SCALES[1]:
-        return f"a scale of {p.scale:g} cannot be joined with the exponential"
+    if p.has_mask or p.bias_shape:
+        return "mask and bias are read by the general kernel only"
     if p.d % 8 or p.d_v % 8:
         return "the TMA unit moves whole 16 bytes: head dims must be multiples of 8"
     if p.group * p.Nq < FEWEST_ROWS or p.Nk == 0:
@@ -135,17 +133,19 @@ def section_of(problem, pack):
 
 def extras(problem, config):
     """The kernel's parameters beside those of every forward kernel."""
-    pack = pack_of(problem, config.Br)
-    return {"pack": pack, "section": section_of(problem, pack),
-            "unit": problem.scale * log2(e), "lazy_2": config.lazy * log2(e)}
+    p, pack = problem, pack_of(problem, config.Br)
+    return {"pack": pack, "section": section_of(p, pack), "lazy_2": config.lazy * log2(e),
+            "unit": log2(e) if config.features else p.scale * log2(e),
+            "qk_scale": p.scale, "cap": p.softcap, "per_cap": 1 / p.softcap if p.softcap else 0}
 
 
 def config_of(problem, row):
     """What the kernel is compiled for, to serve this problem with this row."""
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
-    return CudaConfig(p.dtype, None, d, d_v, row.Br, row.Bc, 4 * (row.Br // 64 + 1), False, lazy(p),
-                      (("blocks", 1),))
+    features = p.has_alibi or p.softcap != 0 or not SCALES[0] <= p.scale <= SCALES[1]
+    return CudaConfig(p.dtype, None, d, d_v, row.Br, row.Bc, 4 * (row.Br // 64 + 1), features,
+                      lazy(p), (("blocks", 1),))
 
 
 def smem_bytes(config):
