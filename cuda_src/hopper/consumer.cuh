@@ -177,6 +177,7 @@ struct Consumer {
     if (next.changes) {
       ++at.count;
       tiles.work().wait(at, "work_full");
+      __syncwarp();                                     // products are waited for in step
       if (work_at(at).b < 0) return false;
       next.key0 = work_at(at).last_tile;
     }
