@@ -70,8 +70,8 @@ CF_DEVICE void store_gradient(const Tensor& t, uint64 base, const OwnKeys& own, 
   }
 }
 
-// One tile of rows, whose operands are in a stage. If there is a stage for it, the next one is
-// copied meanwhile.
+// One tile of rows, whose operands are in a stage. The next one is copied meanwhile: into the other
+// stage, or as soon as nobody reads what it replaces.
 template <typename Config, typename Gradient>
 CF_DEVICE void add_tile(Gradient& g, const Walk<Config>& walk,
                         const Exponential<Config>& exponential, int tile, int end, int stage) {
@@ -79,13 +79,28 @@ CF_DEVICE void add_tile(Gradient& g, const Walk<Config>& walk,
   const StepOf<Config> step(walk.t, tile, stage, !walk.whole(tile));
   step.add_own(g, exponential, [&] {
     if (Config::stages > 1 && tile + 1 < end) walk.copy_rows(tile + 1, 1 - stage);
+    if (Config::stages == 1 && !Traits::own && tile + 1 < end) {
+      walk.template copy_rows<false, true>(tile + 1, 0);          // lse and delta are read, too
+    }
   });
   if constexpr (Traits::arrives_early) walk.await_rows(1 - stage);
   __syncthreads();                                      // P and dS are there
   const uint64 sums = dq_address<Config>(walk.p, walk.own.head, tile);
-  step.template add_queries<0>(sums);
-  step.add_shared(g);                                   // while the sums of dq are on their way
+  if constexpr (Config::stages == 1 && !Traits::own) {
+    step.add_shared(g);
+    __syncthreads();                                    // Q is read
+    if (tile + 1 < end) walk.template copy_rows<true, false>(tile + 1, 0);
+    step.template add_queries<0>(sums);
+  } else {
+    if (Config::stages == 1 && Traits::free_early && tile + 1 < end) walk.copy_rows(tile + 1, 0);
+    step.template add_queries<0>(sums);
+    step.add_shared(g);                                 // while the sums of dq are on their way
+  }
   if constexpr (Traits::dq_passes > 1) step.template add_queries<1>(sums);
+  if constexpr (Config::stages == 1 && Traits::own && !Traits::free_early) {
+    __syncthreads();                                    // Q and dO are read
+    if (tile + 1 < end) walk.copy_rows(tile + 1, 0);
+  }
 }
 
 // The walk over all rows that see the block's keys.
@@ -104,10 +119,6 @@ CF_DEVICE void add_rows(Gradient& g, const BackwardParams& p, const FusedTiles<C
 #pragma unroll 1
   for (int tile = first; tile < end; ++tile) {
     add_tile<Config>(g, walk, exponential, tile, end, stage);
-    if (Config::stages == 1 && tile + 1 < end) {
-      __syncthreads();                                  // Q and dO are read
-      walk.copy_rows(tile + 1, 0);
-    }
     if constexpr (Config::stages > 1) stage = 1 - stage;
     if constexpr (!BackwardFusedTraits<Config>::arrives_early) {
       walk.await_rows(stage);

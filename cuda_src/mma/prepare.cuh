@@ -67,20 +67,20 @@ CF_DEVICE void prepare_rows(const BackwardParams& p, const Rows& rows, uint64 st
   constexpr int step = Traits::threads / Traits::lanes;
   const bool whole = p.vector_bytes == 16 && p.out.kind == p.q.kind && p.dout.kind == p.q.kind;
   const int lane = int(threadIdx.x) % Traits::lanes;
+#pragma unroll
   for (int r0 = 0; r0 < Config::Br; r0 += step) {        // all threads meet in the sums
     const int r = r0 + int(threadIdx.x) / Traits::lanes;
-    const bool real = r < rows.rows;
-    A lse = real ? at<const A>(rows.address(p.lse, r)) : -inf<A>();
-    const bool empty = lse == -inf<A>();
-    A delta = A(0);
-    if (!empty) {
+    A lse = -inf<A>(), delta = A(0);
+    if (r < rows.rows) {
+      lse = at<const A>(rows.address(p.lse, r));
       delta = lane_delta<Config>(p, rows.address(p.out, r), rows.address(p.dout, r), lane, whole);
     }
     delta = lanes_sum<Traits::lanes>(delta);
     if (lane != 0 || r >= Config::Br) continue;
+    const bool empty = lse == -inf<A>();
     if (!empty && p.dlse.address != 0) delta -= at<const A>(rows.address(p.dlse, r));
     at<A>(state + r * int64(sizeof(A))) = empty ? inf<A>() : lse;
-    at<A>(state + (Config::Br + r) * int64(sizeof(A))) = delta;
+    at<A>(state + (Config::Br + r) * int64(sizeof(A))) = empty ? A(0) : delta;
   }
 }
 
@@ -137,10 +137,10 @@ CF_DEVICE void finish_fragments(const BackwardParams& p, const Rows& rows, int r
   }
 }
 
-// Tasks: tiles of packed rows of a key head. A warp has two fragments of each 16 rows at a time.
+// Tasks: tiles of packed rows of a key head. A warp has up to four fragments of 16 rows at a time.
 template <typename Config>
 CF_DEVICE void backward_finish(const BackwardParams& p) {
-  constexpr int across = Config::d / 16, count = across % 2 == 0 ? 2 : 1;
+  constexpr int across = Config::d / 16, count = min(across & -across, 4);
   const int64 tiles = row_tiles<Config>(p);
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
     const int64 tile = task % tiles, head = task / tiles, row0 = tile * Config::Br;

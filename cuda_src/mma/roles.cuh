@@ -80,8 +80,10 @@ struct RoleStep : Step<Config> {
                                     const Meanwhile& meanwhile) const {
     const bool values = !has_P();
     const int row = S::part() * Traits::part;
-    const ReaderA<Config, Layout::row, Tiles::q_pitch> keys(values ? this->t.V : this->t.K, here());
-    const ReaderB<Config, Layout::col, Tiles::q_pitch> rows(values ? this->dO : this->Q, here());
+    const ReaderA<Config, Layout::row, Tiles::q_pitch> keys(values ? this->t.V : this->t.K,
+                                                            here());
+    const ReaderB<Config, Layout::col, Tiles::q_pitch> rows(values ? this->dO : this->Q,
+                                                            here());
     if (!has_P()) meanwhile();                          // P takes longer than dP
     multiply_scores<Config, Config::d>(x, keys, rows, S::strip(), row);
     if (has_P()) {

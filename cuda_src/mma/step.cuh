@@ -48,19 +48,21 @@ struct Step {
                         const Exponential<Config>& exponential) const {
     using ReadK = ReaderA<Config, Layout::row, Tiles::q_pitch>;
     using ReadQ = ReaderB<Config, Layout::col, Tiles::q_pitch>;
-    multiply_scores<Config, Config::d>(P, ReadK(t.K, here()), ReadQ(Q, here()), S::strip(), row);
+    const ReadK keys(t.K, here());
+    multiply_scores<Config, Config::d>(P, keys, ReadQ(Q, here()), S::strip(), row);
     find_exponents<Config>(P, state + row, exponential);
     if (hides) hide<Config>(P, ranges + row, S::strip(), -inf<A>());
   }
   CF_DEVICE void find_dP(typename F::C (&dP)[M][N], int row) const {
     using ReadV = ReaderA<Config, Layout::row, Tiles::v_pitch>;
     using ReadO = ReaderB<Config, Layout::col, Tiles::v_pitch>;
-    multiply_scores<Config, Config::d_v>(dP, ReadV(t.V, here()), ReadO(dO, here()), S::strip(),
-                                         row);
+    const ReadV values(t.V, here());
+    multiply_scores<Config, Config::d_v>(dP, values, ReadO(dO, here()), S::strip(), row);
   }
 
   CF_DEVICE void share(T* tile, const typename F::C (&x)[M][N], int row) const {
-    T* const own = tile + (S::strip() + row_here()) * Tiles::s_pitch + row + column_here();
+    T* const own = tile + (S::strip() + row_here()) * Tiles::s_pitch + row
+                   + column_here();
 #pragma unroll
     for (int i = 0; i < M; ++i) {
 #pragma unroll
@@ -87,11 +89,11 @@ struct Step {
   template <typename Meanwhile>
   CF_DEVICE void add_own(Gradients<Config>& g, const Exponential<Config>& exponential,
                          const Meanwhile& meanwhile) const {
-    meanwhile();
     if constexpr (Traits::own) {
+      meanwhile();
       add_pieces(g, exponential);
     } else {
-      add_in_turn(g, exponential);
+      add_in_turn(g, exponential, meanwhile);
     }
   }
 
@@ -119,7 +121,9 @@ struct Step {
   }
 
   // float64: P and dS of all rows pass through the same shared memory, one after the other.
-  CF_DEVICE void add_in_turn(Gradients<Config>& g, const Exponential<Config>& exponential) const {
+  template <typename Meanwhile>
+  CF_DEVICE void add_in_turn(Gradients<Config>& g, const Exponential<Config>& exponential,
+                             const Meanwhile& meanwhile) const {
     static_assert(Traits::own || Traits::part == Traits::piece, "all of dS waits in registers");
     const int row = S::part() * Traits::part;
     typename F::C P[M][N], dS[M][N];
@@ -131,7 +135,8 @@ struct Step {
     differentiate<Config>(dS, P, state + Config::Br + row);
     __syncthreads();                                    // P is there
     add_all(t.P, [&](const auto& a, int k) { add_values(g, a, k); });
-    __syncthreads();                                    // P is read
+    __syncthreads();                                    // P and dO are read
+    meanwhile();
     share(t.dS, dS, row);
   }
 

@@ -127,7 +127,9 @@ struct Walk {
         t.V, p.v, own.v, own.key0, own.seen_first, own.seen_end, int(p.d_v), 1, p.vector_bytes);
   }
 
-  // Starts the copies of a tile of rows and of what is known of them.
+  // Starts the copies of a tile of rows and of what is known of them: by steps where that can be;
+  // otherwise rows that see none of the keys become zeros.
+  template <bool queries = true, bool gradients = true>
   CF_DEVICE void copy_rows(int tile, int stage) const {
     if (!copies()) return;
     using T = typename Config::element;
@@ -135,32 +137,45 @@ struct Walk {
     T* const dO = t.dO + stage * Tiles::v_step;
     const int64 row0 = int64(tile) * Config::Br;
     if (own.regular && row0 >= own.first && row0 + Config::Br <= own.end) {
-      copy_whole_tile<Config, Config::d, Tiles::q_pitch>(Q, p.q, own.q, own.q_steps, tile,
-                                                         int(p.d), uint32(p.group));
-      copy_whole_tile<Config, Config::d_v, Tiles::v_pitch>(dO, p.dout, own.dout, own.dout_steps,
-                                                           tile, int(p.d_v), uint32(p.group));
+      const uint32 group = uint32(p.group);
+      if (queries) {
+        copy_whole_tile<Config, Config::d, Tiles::q_pitch>(Q, p.q, own.q, own.q_steps, tile,
+                                                           int(p.d), group);
+      }
+      if (gradients) {
+        copy_whole_tile<Config, Config::d_v, Tiles::v_pitch>(dO, p.dout, own.dout, own.dout_steps,
+                                                             tile, int(p.d_v), group);
+      }
     } else {
-      copy_some_rows(Q, dO, tile);
+      copy_some_rows<queries, gradients>(Q, dO, tile);
     }
+    if (gradients) copy_state(tile, stage);
+    ptx::close_copies();
+    if (gradients && !whole(tile)) find_hidden(tile, stage);
+  }
+
+  CF_DEVICE void copy_state(int tile, int stage) const {
     const uint64 from = state_address<Config>(p, own.head, tile);
     const ptx::Shared to(t.state + stage * 2 * Config::Br);
     for (int i = 16 * int(threadIdx.x); i < Traits::state_bytes; i += 16 * Traits::copiers) {
       ptx::copy_16_bytes(to + i, from + i, true);
     }
-    ptx::close_copies();
-    if (!whole(tile)) find_hidden(tile, stage);
   }
 
-  // The same of a tile with rows that see none of the keys, which become zeros, or with loads that
-  // are not 16 bytes wide.
+  template <bool queries, bool gradients>
   CF_DEVICE void copy_some_rows(typename Config::element* Q, typename Config::element* dO,
                                 int tile) const {
     const Rows rows = rows_of(tile);
     const int begin = begin_of(rows);
-    copy_tile<Copiers<Config>, Config::Br, Config::d, Tiles::q_pitch>(
-        Q, p.q, own.q, rows.row0, begin, rows.rows, int(p.d), p.group, p.vector_bytes);
-    copy_tile<Copiers<Config>, Config::Br, Config::d_v, Tiles::v_pitch>(
-        dO, p.dout, own.dout, rows.row0, begin, rows.rows, int(p.d_v), p.group, p.vector_bytes);
+    if (queries) {
+      copy_tile<Copiers<Config>, Config::Br, Config::d, Tiles::q_pitch>(
+          Q, p.q, own.q, rows.row0, begin, rows.rows, int(p.d), p.group, p.vector_bytes);
+    }
+    if (gradients) {
+      copy_tile<Copiers<Config>, Config::Br, Config::d_v, Tiles::v_pitch>(
+          dO, p.dout, own.dout, rows.row0, begin, rows.rows, int(p.d_v), p.group,
+          p.vector_bytes);
+    }
   }
 
   // What is hidden in a tile.
