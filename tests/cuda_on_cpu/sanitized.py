@@ -34,6 +34,19 @@ def main(missing):
         for sms in (1, 64):
             Fibers(sms=sms, missing=missing, flags=flags, registers=row).forward(
                 x.q, x.k, x.v, **x.options)
+    fused_backward(missing, flags)
+
+
+def fused_backward(missing, flags):
+    """Its forms: two roles and one, one stage and two, with rows of whole 16-byte copies and not."""
+    for dtype, d, d_v, tile in (("bfloat16", 24, 40, (32, 32, 4, 2, 1, 2)),
+                                ("float16", 21, 35, (32, 32, 4, 1, 2, 2)),
+                                ("float64", 24, 16, (32, 32, 4, 1, 2, 1))):
+        x = inputs(Case("memory", Nq=67, Nk=77, Hq=2, Hk=1, d=d, d_v=d_v, dtype=dtype, causal=True,
+                        kv_lens=(70,)))
+        fibers = Fibers(missing=missing, flags=flags, fused=tile)
+        out, lse = Fibers(flags=flags).forward(x.q, x.k, x.v, **x.options)
+        fibers.backward(x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse, **x.options)
 
 
 if __name__ == "__main__":
