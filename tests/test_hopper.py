@@ -26,7 +26,7 @@ def problem(**changes):
 
 def compile_row(d, d_v, dtype="bfloat16", **changes):
     """(launch, cubin, log) for head dims."""
-    p = problem(d=d, d_v=d_v, dtype=dtype, out_dtype=dtype, **changes)
+    p = problem(**{"d": d, "d_v": d_v, "dtype": dtype, "out_dtype": dtype, **changes})
     (launch,) = make_plan("forward", p, HOPPER).launches
     assert launch.entry == "hopper_forward"
     cubin, log = nvrtc.compile(unit(launch.entry, launch.config, launch.smem_bytes)[1], "90a")
@@ -50,6 +50,17 @@ def test_every_row_compiles_as_it_is_meant(d, d_v):
 def test_float16_compiles_too():
     *_, log = compile_row(128, 128, "float16")
     assert "C75" not in log
+
+
+def test_results_in_float32_compile_too():
+    for d, d_v in WIDTHS:
+        launch, _, log = compile_row(d, d_v, out_dtype="float32")
+        assert "_wide1" in launch_name(launch) and "C75" not in log
+        assert nvrtc.resources(log)["spill_stores"] <= SPILLED[launch.config.Br]
+
+
+def launch_name(launch):
+    return unit(launch.entry, launch.config, launch.smem_bytes)[0]
 
 
 @pytest.mark.parametrize("d, d_v", WIDTHS)
@@ -125,8 +136,7 @@ def test_every_head_dim_has_a_row_that_fits(d, d_v):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"dtype": "float32", "precision": "tf32", "out_dtype": "float32"}, "16-bit"),
-    ({"out_dtype": "float32"}, "16-bit"),
+    ({"dtype": "float32", "precision": "tf32", "out_dtype": "float32"}, "16 bits"),
     ({"has_mask": True}, "mask"), ({"bias_shape": (1, 1, 1, 1)}, "bias"),
     ({"d": 20}, "multiples of 8"),
     ({"Nq": 3}, "rows"), ({"Nk": 0}, "rows"),

@@ -46,6 +46,18 @@ def test_table(feature, row, dtype):
     check(inputs(Case(**{**feature.__dict__, "dtype": dtype})), row, grid=2, sms=2)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_results_in_float32_are_those_before_rounding(dtype):
+    x = inputs(Case("wide", Nq=150, Nk=100, d=40, d_v=24, B=2, dtype=dtype, causal=True,
+                    q_lens=(150, 60)))
+    out, lse = check(x, TWO)
+    fibers = Fibers(hopper=TWO)
+    wide, wide_lse = fibers.forward(x.q, x.k, x.v, out_dtype=np.float32, **x.options)
+    assert "hopper_forward" in fibers.barriers and wide.dtype == np.float32
+    assert wide.astype(out.dtype).tobytes() == out.tobytes()
+    assert wide_lse.tobytes() == lse.tobytes()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_threads_changes_nothing(seed):
     x = inputs(Case("order", Nq=300, Nk=150, B=2, Hq=4, Hk=2, d=32, dtype="bfloat16", causal=True,

@@ -209,7 +209,11 @@ struct Consumer {
   CF_DEVICE void store(const float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      store_row<T>(p, work_at(work_place), row() + 8 * r, r, acc, factor[r]);
+      if constexpr (Config::wide) {
+        store_wide_row(p, work_at(work_place), row() + 8 * r, r, acc, factor[r]);
+      } else {
+        store_row<T>(p, work_at(work_place), row() + 8 * r, r, acc, factor[r]);
+      }
     }
     __syncwarp();                                       // all lanes have read the work
     tiles.work().release(work_place);

@@ -40,6 +40,24 @@ CF_DEVICE float close_row(const HopperForwardParams& p, const Work& w, int r, in
   return any ? ptx::reciprocal(l) : 0.f;
 }
 
+// The same as float32: partial results, to be merged.
+template <int n>
+CF_DEVICE void store_wide_row(const HopperForwardParams& p, const Work& w, int r, int own,
+                              const float (&acc)[n], float factor) {
+  const int column0 = 2 * (int(threadIdx.x) % 4);
+  const uint64 row = row_address(p, p.out, w, r) + 4 * column0;
+  const int columns = r < w.count ? int(p.d_v) - column0 : 0;
+#pragma unroll
+  for (int block = 0; block < n / 4; ++block) {
+    const int i = 4 * block + 2 * own;
+    HalfChunk two = {};
+    if (factor != 0.f) {
+      two = {ptx::float_to_bits(acc[i] * factor), ptx::float_to_bits(acc[i + 1] * factor)};
+    }
+    if (8 * block < columns) at<HalfChunk>(row + 32 * block) = two;
+  }
+}
+
 // out = acc / l.
 template <typename T, int n>
 CF_DEVICE void store_row(const HopperForwardParams& p, const Work& w, int r, int own,
@@ -67,7 +85,7 @@ CF_DEVICE void store_row(const HopperForwardParams& p, const Work& w, int r, int
 
 // One warp: the rows of a tile of which no row sees a key.
 CF_DEVICE void store_nothing(const HopperForwardParams& p, const Work& w) {
-  const int chunks = int(p.d_v) / 8;
+  const int chunks = int(p.d_v) / (p.out.kind == FLOAT32 ? 4 : 8);
   for (int i = int(threadIdx.x) % 32; i < w.count * chunks; i += 32) {
     const int r = i / chunks;
     at<Chunk>(row_address(p, p.out, w, r) + 16 * (i % chunks)) = Chunk{};

@@ -69,8 +69,8 @@ def obstacle_of(problem, device):
     p = problem
     if not device.wgmma:
         return "sm_90 and NVRTC 12.9 or newer have it"
-    if p.dtype not in ("float16", "bfloat16") or p.out_dtype != p.dtype:
-        return "wgmma takes and gives 16-bit elements here"
+    if p.dtype not in ("float16", "bfloat16"):
+        return "its elements have 16 bits"
     if p.has_mask or p.bias_shape:
         return "mask and bias are read by the general kernel only"
     if p.d % 8 or p.d_v % 8:
@@ -145,7 +145,7 @@ def config_of(problem, row):
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
     features = p.has_alibi or p.softcap != 0 or not SCALES[0] <= p.scale <= SCALES[1]
     return CudaConfig(p.dtype, None, d, d_v, row.Br, row.Bc, 4 * (row.Br // 64 + 1), features,
-                      lazy(p), (("blocks", 1),))
+                      lazy(p), (("blocks", 1), ("wide", int(p.out_dtype != p.dtype))))
 
 
 def smem_bytes(config):
