@@ -241,7 +241,10 @@ def test_nan_reaches_the_gradients(backend):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_ways_to_say_the_same(backend, dtype):
-    """Options that hide the same keys give the same bits."""
+    """Options that hide the same keys give the same bits.
+
+    On a GPU a mask has a kernel of its own, and what it gives is judged like any other result.
+    """
     case = Case("same", Nq=120, Nk=203, d=24, Hq=2, Hk=1, dtype=dtype)
     causal = np.arange(203) <= np.arange(120)[:, None] + 83
     groups = [
@@ -259,6 +262,9 @@ def test_two_ways_to_say_the_same(backend, dtype):
             x.options.update(options)
             got = results(backend, x)
             want = want or got
+            if backend.name == "cuda" and "mask" in options:
+                judge(f"{options}", got, *answers_to(x))
+                continue
             for field in ("out", "lse", "dq", "dk", "dv"):
                 assert_bit_equal(f"{options} {field}", got[field], want[field])
 
