@@ -39,11 +39,14 @@ def text(kind):
                        header=Path(__file__).parent / "fragments.cuh")
 
 
-def products(kind, vector_bytes, skip=""):
+def products(kind, vector_bytes, skip="", diagonal=False):
     """A, B and three times A B on fibers; the places of waits and barriers."""
     dtype = DTYPES[KINDS[kind][0]]
     rng = np.random.default_rng(7)
     a, b = (rng.standard_normal((16, 16)).astype(dtype) for _ in range(2))
+    if diagonal:                            # of all positions between two numbers of TF32
+        values = (1 + np.linspace(0, 2**-9, 16)).astype(dtype)
+        a, b = np.diag(values), np.tile(values, (16, 1))
     tiles = [np.ascontiguousarray(x) for x in (a, b.T, a.T, b)]
     out = np.full((3, 16, 16), np.nan, np.float64 if kind == "float64" else np.float32)
     packed = np.zeros(1, Params)
@@ -63,6 +66,13 @@ def products(kind, vector_bytes, skip=""):
 def test_every_way_into_a_product(kind, vector_bytes):
     a, b, out, _ = products(kind, vector_bytes)
     assert np.abs(out - a @ b).max() <= LIMIT[kind] * np.abs(a @ b).max()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
+def test_no_single_product_of_3xtf32_is_far_off():
+    """The product of the rests, which is left out, is below 2^-22 if both parts are rounded."""
+    a, b, out, _ = products("tf32x3", 16, diagonal=True)
+    assert (np.abs(out - a @ b) <= 2**-21 * np.abs(a @ b)).all()
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")

@@ -89,11 +89,22 @@ struct ForwardWarp {
     }
   }
 
-  // scores = Q K^T
+  // scores = Q K^T. In 3xTF32 the large sums move to a total after a depth of 64, for longer chains
+  // drop bits to one side.
   CF_DEVICE void multiply_keys(S& scores) const {
+    constexpr int chain = Config::precision == 2 ? 64 / F::depth : depths;
     Sums<Config> sums[fragments][keys];
+    typename F::C total[fragments][keys] = {};
 #pragma unroll
     for (int k = 0; k < depths; ++k) {
+      if (k > 0 && k % chain == 0) {
+#pragma unroll
+        for (int x = 0; x < fragments * keys * 8; ++x) {
+          auto& large = sums[x / 8 / keys][x / 8 % keys].large.x[x % 8];
+          total[x / 8 / keys][x / 8 % keys].x[x % 8] += large;
+          large = 0;
+        }
+      }
       decltype(operand<Config>(kept[0][0])) a[fragments];
 #pragma unroll
       for (int i = 0; i < fragments; ++i) {
@@ -107,11 +118,10 @@ struct ForwardWarp {
       }
     }
 #pragma unroll
-    for (int i = 0; i < fragments * keys; ++i) {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        scores[i / keys][i % keys].x[e] = sums[i / keys][i % keys].total(e);
-      }
+    for (int x = 0; x < fragments * keys * 8; ++x) {
+      const int i = x / 8 / keys, j = x / 8 % keys, e = x % 8;
+      const typename F::Sum last = sums[i][j].total(e);
+      scores[i][j].x[e] = depths > chain ? total[i][j].x[e] + last : last;
     }
   }
 
