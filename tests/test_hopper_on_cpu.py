@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 from answers import answers_to, floors, judge
-from cases import FEATURES, Case, inputs
+from cases import DTYPES, FEATURES, Case, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers, KernelError
 
 from cupy_flash.plan import cuda_hopper
 from cupy_flash.plan.cuda_hopper import Row
 
+BFLOAT16 = DTYPES["bfloat16"]
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 
 TWO, THREE = Row(128, 32, 256, 256, "of a test"), Row(192, 16, 256, 256, "of a test")
@@ -96,3 +97,33 @@ def test_every_wait_is_needed(wait):
         return any(a.tobytes() != b.tobytes() for a, b in zip(got, want, strict=True))
 
     assert any(differs(seed) for seed in range(1, 9))
+
+
+def test_one_key_has_a_weight_of_one_however_large_its_score():
+    """Rounding errors of scores of 1e11 are in the thousands; the score of the only key is its own
+    reference all the same. The largest case is one of a public report."""
+    for size in (1, 30, 300, 4000, 133120):
+        for sign in (1, -1):
+            q = np.full((1, 1, 140, 64), sign * size, BFLOAT16)
+            k = np.full((1, 1, 1, 64), size, BFLOAT16)
+            v = np.linspace(-3, 3, 64).astype(BFLOAT16).reshape(1, 1, 1, 64)
+            out, lse = Fibers(hopper=TWO).forward(q, k, v)
+            assert out.tobytes() == np.broadcast_to(v, out.shape).tobytes(), (size, sign)
+            exact = sign * 8.0 * float(BFLOAT16.type(size)) ** 2
+            np.testing.assert_allclose(lse, exact, rtol=2e-7)
+
+
+def test_large_scores_of_either_sign_in_later_keys():
+    """References beyond the usual ones, which move, with empty and usual rows beside them."""
+    rng = np.random.default_rng(3)
+    q = np.sign(rng.standard_normal((1, 1, 140, 64)))
+    k = rng.standard_normal((1, 1, 150, 64)) * np.geomspace(0.1, 4000, 150)[:, None]
+    v = rng.standard_normal((1, 1, 150, 64))
+    q[..., ::5, :] = 0                       # scores of 0
+    q[..., 1::5, :] *= 1e-2
+    x = inputs(Case("large", Nq=140, Nk=150, Hq=1, Hk=1, d=64, dtype="bfloat16"))
+    for direction in (1, -1):
+        given = (a.astype(BFLOAT16) for a in (q, k[:, :, ::direction], v))
+        y = x._replace(**dict(zip("qkv", given, strict=True)))
+        for options in ({}, {"causal": True, "q_offset": -20}):
+            check(y._replace(options=options), TWO)

@@ -203,7 +203,8 @@ struct Consumer {
   CF_DEVICE void close(float (&factor)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factor[r] = close_row(p, work_at(work_place), row() + 8 * r, r, state);
+      factor[r] = close_row(p, work_at(work_place), row() + 8 * r, r, state,
+                            Config::features ? 1.f : float(p.scale));
     }
   }
   CF_DEVICE void store(const float (&factor)[2]) {

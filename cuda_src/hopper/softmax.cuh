@@ -6,25 +6,33 @@
 
 namespace cf {
 
-constexpr float LN_2 = 0.6931471805599453f, LARGEST = 3.4028234663852886e38f;
+constexpr float LARGEST = 3.4028234663852886e38f;
 
 // Element i of the accumulators belongs to row i / 2 % 2 of the thread's two.
 CF_HOST_DEVICE constexpr int row_of(int i) { return i / 2 % 2; }
 
-// m and l of the thread's two rows. Before any key is visible the reference is the lowest number:
-// whatever comes then moves it, unless it is that number, which stands for itself.
+// m and l of the thread's two rows.
+//
+// unit * m is rounded, and unit * S - m_ref by one multiply-add is not: the largest P is 2 to the
+// power of that rounding error, which is nothing up to LARGE, and anything for scores of 1e11. Rows
+// beyond, and rows that have seen no key, have the lowest number for m_ref: it brings them to the
+// place where references move in every step, where S - m is taken first.
 struct RowState {
-  float m_ref[2];          // the reference as a power of 2
+  float m[2];              // in units of S
+  float m_ref[2];          // the reference as a power of 2, if it is usual
   float l[2];              // this thread's part of the sum
 
   CF_DEVICE RowState() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      m[r] = -inf<float>();
       m_ref[r] = -LARGEST;
       l[r] = 0.f;
     }
   }
 };
+
+constexpr float LARGE = 1024.f;     // 2^-15 off at most: less than 16-bit types can tell from 1
 
 // The largest of the thread's S in each row, in four chains a row: one would wait for itself.
 template <int n>
@@ -40,6 +48,22 @@ CF_DEVICE void row_maxima(const float (&S)[n], float (&m)[2]) {
   }
 }
 
+// Moves the reference of a row whose maximum in this step is `top` if that passes it; returns by
+// what to scale l and acc. shift: what to take off S beforehand; m_ref: what to take off after it.
+CF_DEVICE float move_reference(RowState& state, int r, float top, const HopperForwardParams& p,
+                               float& shift, float& m_ref) {
+  const float m = state.m[r];
+  const bool empty = m == -inf<float>();
+  const bool move = empty ? top != m : (top - m) * p.unit > p.lazy_2;
+  const float m_new = move ? top : m, power = m_new * p.unit;
+  const bool usual = fabsf(power) < LARGE;
+  state.m[r] = m_new;
+  state.m_ref[r] = usual ? power : -LARGEST;
+  shift = usual || m_new == -inf<float>() ? 0.f : m_new;
+  m_ref = usual ? power : 0.f;
+  return empty || !move ? 1.f : ptx::exp2_approx((m - m_new) * p.unit);
+}
+
 // S -> P in place; l moves on. Returns whether the warp has to scale its accumulators by alpha: the
 // reference of a row moves only when the row's maximum passes it by the lazy threshold. The four
 // threads of a row look at the whole row only if that may be so. first: there is nothing to scale,
@@ -52,23 +76,24 @@ CF_DEVICE bool softmax_step(float (&S)[n], RowState& state, float (&alpha)[2], b
   const bool moves = fmaf(m[0], p.unit, -state.m_ref[0]) > p.lazy_2
                      || fmaf(m[1], p.unit, -state.m_ref[1]) > p.lazy_2;
   const bool any = __any_sync(0xFFFFFFFF, moves);
+  float m_ref[2] = {state.m_ref[0], state.m_ref[1]};
   if (any) {
+    float shift[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      m[r] = row_max(m[r]);
-      const bool move = fmaf(m[r], p.unit, -state.m_ref[r]) > p.lazy_2;
-      const float m_ref = move ? m[r] * p.unit : state.m_ref[r];
+      const float factor = move_reference(state, r, row_max(m[r]), p, shift[r], m_ref[r]);
       if (!first) {
-        alpha[r] = ptx::exp2_approx(state.m_ref[r] - m_ref);
-        state.l[r] *= alpha[r];
+        alpha[r] = factor;
+        state.l[r] *= factor;
       }
-      state.m_ref[r] = m_ref;
     }
+#pragma unroll
+    for (int i = 0; i < n; ++i) S[i] -= shift[row_of(i)];
   }
   float sum[8] = {};
 #pragma unroll
   for (int i = 0; i < n; ++i) {
-    S[i] = ptx::exp2_approx(fmaf(S[i], p.unit, -state.m_ref[row_of(i)]));
+    S[i] = ptx::exp2_approx(fmaf(S[i], p.unit, -m_ref[row_of(i)]));
     sum[i % 8] += S[i];                                 // of the unrounded P
   }
 #pragma unroll

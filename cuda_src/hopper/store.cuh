@@ -28,13 +28,16 @@ CF_DEVICE uint64 row_address(const HopperForwardParams& p, const Tensor& t, cons
 }
 
 // Ends the sum of row r, which is row `own` of the thread's two: stores lse and returns 1 / l. Both
-// are for rows that see no key, and rows behind q_lens, -inf and 0.
+// are for rows that see no key, and rows behind q_lens, -inf and 0. score_of_S: the factor from S to
+// scores in natural units.
 CF_DEVICE float close_row(const HopperForwardParams& p, const Work& w, int r, int own,
-                          const RowState& state) {
+                          const RowState& state, float score_of_S) {
   const float l = row_sum(state.l[own]);
   const bool any = r < w.rows && l != 0.f;
   if (threadIdx.x % 4 == 0 && r < w.count && p.lse.address != 0) {
-    const float lse = any ? fmaf(state.m_ref[own], LN_2, log(l)) : -inf<float>();
+    // The score is rounded as in the backward pass, or large ones and their lse would not cancel.
+    const float m = ptx::multiply(score_of_S, state.m[own]);
+    const float lse = any ? m + log(l) : -inf<float>();
     at<float>(row_address(p, p.lse, w, r)) = lse;
   }
   return any ? ptx::reciprocal(l) : 0.f;
