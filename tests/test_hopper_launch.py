@@ -1,6 +1,10 @@
 """The launch of the kernel for sm_90a, on pretended arrays: its parameters and its tensor maps."""
 
+import ctypes
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -65,6 +69,22 @@ def test_maps_are_made_once_for_the_same_addresses(launches):
     assert launches.made == [x.data.ptr for x in (*first, *second)]
     maps = [words(record[3], "v_map") for record in launches]
     assert maps[0] == maps[1] == maps[3] != maps[2] == maps[4]
+
+
+def test_threads_make_maps_at_once(monkeypatch):
+    """The driver's function runs without the GIL: each call needs memory of its own."""
+    def encode(place, element, rank, address, *_):
+        time.sleep(0.001)
+        ctypes.memmove(place.value, (ctypes.c_uint64 * 16)(*[address.value] * 16), 128)
+        return 0
+
+    monkeypatch.setattr(tensor_maps, "_driver",
+                        lambda: SimpleNamespace(cuTensorMapEncodeTiled=encode))
+    make = tensor_maps.MapMaker("float16", (64, 9, 2, 1), (128, 1152, 2304), (64, 9, 1, 1))
+    with ThreadPoolExecutor(8) as pool:
+        for address, found in zip(range(16, 16 * 65, 16), pool.map(make, range(16, 16 * 65, 16)),
+                                  strict=True):
+            assert np.frombuffer(found, np.uint64).tolist() == [address] * 16
 
 
 def test_unaligned_arrays_get_the_other_plan(launches):

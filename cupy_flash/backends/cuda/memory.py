@@ -61,7 +61,7 @@ def _missing(plan, operands):
     """(name, array whose axes it has, columns or None for all its axes, dtype) of each result."""
     p, o = plan.problem, operands
     if plan.direction == "forward":
-        if p.returns_lse:
+        if p.returns_lse and o.lse is None:
             yield "lse", o.q[..., 0], None, p.accumulator
         if o.out is None:
             yield "out", o.q, p.d_v, p.out_dtype

@@ -65,12 +65,8 @@ class MapMaker:
     """
 
     def __init__(self, dtype, extents, strides, box):
-        self._buffer = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
-        start = ctypes.addressof(self._buffer)
-        self._map = -(-start // _ALIGNMENT) * _ALIGNMENT
-        self._arguments = (
-            ctypes.c_int(_ELEMENTS[dtype]), ctypes.c_uint32(4),
-            ctypes.c_void_p(),      # the address
+        self._array = ctypes.c_int(_ELEMENTS[dtype]), ctypes.c_uint32(4)
+        self._layout = (
             (ctypes.c_uint64 * 4)(*extents), (ctypes.c_uint64 * 3)(*strides),
             (ctypes.c_uint32 * 4)(*box), (ctypes.c_uint32 * 4)(1, 1, 1, 1),
             ctypes.c_int(0), ctypes.c_int(_SWIZZLE_128B), ctypes.c_int(_PROMOTION_256B),
@@ -79,13 +75,14 @@ class MapMaker:
 
     def __call__(self, address):
         """The map of the array at an address."""
-        element, rank, place, *rest = self._arguments
-        place.value = address
-        status = _driver().cuTensorMapEncodeTiled(ctypes.c_void_p(self._map), element, rank, place,
-                                                  *rest)
+        # Of this call alone: other threads run while the driver writes.
+        buffer = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
+        place = -(-ctypes.addressof(buffer) // _ALIGNMENT) * _ALIGNMENT
+        status = _driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(place), *self._array, ctypes.c_void_p(address), *self._layout)
         if status:
             raise RuntimeError(f"cuTensorMapEncodeTiled returned the status {status}")
-        return ctypes.string_at(self._map, _BYTES)
+        return ctypes.string_at(place, _BYTES)
 
 
 @cache
