@@ -70,9 +70,10 @@ def test_every_way_into_a_product(kind, vector_bytes):
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 def test_no_single_product_of_3xtf32_is_far_off():
-    """The product of the rests, which is left out, is below 2^-22 if both parts are rounded."""
+    """The product of the rests, which is left out, and what is cut off a rest: of either sign."""
     a, b, out, _ = products("tf32x3", 16, diagonal=True)
-    assert (np.abs(out - a @ b) <= 2**-21 * np.abs(a @ b)).all()
+    error = (out - a @ b) / (a @ b)
+    assert np.abs(error).max() <= 2**-20.6 and np.abs(error.mean()) <= 2**-25
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")

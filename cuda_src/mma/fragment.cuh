@@ -158,21 +158,18 @@ struct Parts {
   Fragment high, low;
 };
 
-// A loaded operand as a product takes it: in 3xTF32 in two parts, otherwise as it is. Both parts are
-// rounded, not cut: the product of the two rests, which nobody computes, is then four times smaller
-// at most, and of either sign. The instruction cuts the second part itself.
+// A loaded operand as a product takes it: in 3xTF32 in two parts, otherwise as it is. The first
+// part is rounded, so that the rest may have either sign: the product of two rests, which nobody
+// computes, and what the instruction cuts off a rest do not add up then.
 template <typename Config, typename Fragment>
 CF_DEVICE auto operand(const Fragment& x) {
   if constexpr (Config::precision == 2) {
-    // From here on half a unit of TF32 more is infinity, which 0 * inf would make a NaN of.
-    const float huge = ptx::bits_to_float(0x7F7FF000);
     Parts<Fragment> parts;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float value = ptx::bits_to_float(x.x[e]);
-      parts.high.x[e] = (::fabsf(value) < huge ? x.x[e] + 0x1000 : x.x[e]) & 0xFFFFE000;
-      const float rest = value - ptx::bits_to_float(parts.high.x[e]);
-      parts.low.x[e] = ptx::float_to_bits(rest) + 0x1000;
+      parts.high.x[e] = ptx::round_to_tf32(x.x[e]);
+      parts.low.x[e] = ptx::float_to_bits(ptx::bits_to_float(x.x[e])
+                                          - ptx::bits_to_float(parts.high.x[e]));
     }
     return parts;
   } else {
