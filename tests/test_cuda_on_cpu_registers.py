@@ -76,6 +76,42 @@ def test_scores_that_rise_from_key_to_key(kind):
         check("rising", kind, x, row)
 
 
+@pytest.mark.parametrize("kind, row", [*((kind, SMALL) for kind in KINDS), ("bfloat16", PAIRS)])
+def test_one_key_has_a_weight_of_one_however_large_its_score(kind, row):
+    """Rounding errors of scores of 1e11 are in the thousands; the score of the only key is its own
+    reference all the same. The largest case is one of a public report."""
+    dtype, precision = KINDS[kind]
+    largest = 133120 if dtype == "bfloat16" else 200
+    for size in (1, 30, largest):
+        for sign in (1, -1):
+            x = inputs(Case("one", Nq=40, Nk=1, Hq=1, Hk=1, d=64, d_v=64, dtype=dtype,
+                            precision=precision))
+            q, k = (np.full_like(a, value) for a, value in ((x.q, sign * size), (x.k, size)))
+            v = np.round(x.v.astype(np.float32) * 64).astype(x.v.dtype)     # exact in TF32
+            out, lse = fibers(row).forward(q, k, v, **x.options)
+            assert out.tobytes() == np.broadcast_to(v, out.shape).tobytes(), (size, sign)
+            exact = sign * 8.0 * float(k[0, 0, 0, 0]) ** 2
+            np.testing.assert_allclose(lse, exact, rtol=2e-7)
+
+
+@pytest.mark.parametrize("kind, row", [*((kind, SMALL) for kind in KINDS), ("bfloat16", PAIRS)])
+def test_large_scores_of_either_sign_in_later_keys(kind, row):
+    """References beyond the usual ones, which move, with empty and usual rows beside them."""
+    dtype, precision = KINDS[kind]
+    rng = np.random.default_rng(3)
+    signs = np.sign(rng.standard_normal((1, 1, 70, 16)))
+    growth = np.geomspace(0.1, 4000, 90)[:, None]
+    x = inputs(Case("large", Nq=70, Nk=90, Hq=1, Hk=1, d=16, d_v=64, dtype=dtype,
+                    precision=precision, causal=True))
+    signs[..., ::5, :] = 0                  # scores of 0
+    signs[..., 1::5, :] *= 2.0**-6
+    for direction in (1, -1):
+        k = (np.round(rng.standard_normal((1, 1, 90, 16)) * 4) / 4 * growth)[:, :, ::direction]
+        y = x._replace(q=signs.astype(x.q.dtype), k=k.astype(x.k.dtype),
+                       options=x.options | {"q_offset": -9})
+        check("large", kind, y, row, factor=4)
+
+
 @pytest.mark.parametrize("kind, row, d, d_v", [
     ("bfloat16", Row(128, 64, 8, 256, "", pairs=True, blocks=1), 150, 190),
     ("float16", Row(64, 64, 4, 256, "", pairs=True), 96, 256),

@@ -11,8 +11,8 @@ namespace cf {
 // lse = ln l + m of the warp's rows, -inf of those that see nothing and those behind q_lens. The
 // four lanes that have a row in common share out their rows.
 template <typename Config>
-CF_DEVICE void store_lse(const ForwardWarp<Config>& warp, const Tensor& lse, const Rows& rows,
-                         int count) {
+CF_DEVICE void store_lse(const ForwardWarp<Config>& warp, const Tensor& lse, double scale,
+                         const Rows& rows, int count) {
   using T = typename ForwardWarp<Config>::F::Sum;
   const int row0 = ForwardRegistersTiles<Config>::row0() + lane_row(), own = lane_id() % 4;
 #pragma unroll
@@ -28,7 +28,8 @@ CF_DEVICE void store_lse(const ForwardWarp<Config>& warp, const Tensor& lse, con
     const int r = row0 + (i + own) * 8;
     if (i + own < 2 * warp.fragments && r < count) {
       const T l_real = r < rows.rows ? l : T(0);
-      at<T>(rows.address(lse, r)) = T(0.6931471805599453) * warp.softmax.reference(m) + log(l_real);
+      // The score is rounded as in the backward pass, or large ones and their lse would not cancel.
+      at<T>(rows.address(lse, r)) = ptx::multiply(T(scale), m) + log(l_real);
     }
   }
 }
@@ -37,23 +38,22 @@ CF_DEVICE void store_lse(const ForwardWarp<Config>& warp, const Tensor& lse, con
 // rows of the tile that exist in the arrays. 16-bit rows go by way of the warp's part of Q.
 template <typename Config>
 CF_DEVICE void store_warp(ForwardWarp<Config>& warp, const ForwardRegistersTiles<Config>& t,
-                          const Tensor& out, const Tensor& lse, const Rows& rows, int count,
-                          int columns) {
+                          const Params& p, const Tensor& out, const Tensor& lse, const Rows& rows,
+                          int count) {
   using U = typename Config::element;
   using T = accumulator<U>;
   using Traits = ForwardRegistersTraits<Config>;
   constexpr int pitch = Traits::pitch;
-  const int row0 = t.row0(), column0 = t.column0();
+  const int row0 = t.row0(), column0 = t.column0(), columns = int(p.d_v) - column0;
   const uint64 base = rows.base(out) + column0 * out.c;
   const bool staged = sizeof(U) == 2 && Config::d_v <= Config::d && out.kind != FLOAT32;
   U* const stage = t.Q + row0 * pitch + column0;
-  columns -= column0;
   warp.join_l(t.l);
 #pragma unroll
   for (int i = 0; i < 2 * warp.fragments; ++i) {
     const int r = i * 8 + lane_row();
     const T l = row0 + r < rows.rows ? warp.softmax.l[i / 2][i % 2] : T(0);
-    const T factor = l != T(0) ? reciprocal(l) : T(0);
+    const T factor = l != T(0) ? reciprocal<U>(l) : T(0);
     if (staged) {
       if constexpr (sizeof(U) == 2) {
         stage_row<Config>(stage + r * pitch, warp.acc[i / 2], i % 2, factor);
@@ -72,7 +72,7 @@ CF_DEVICE void store_warp(ForwardWarp<Config>& warp, const ForwardRegistersTiles
     store_staged<Traits::rows, 16 * Traits::columns, pitch>(
         stage, out, base, rows.packed, row0, min(count - row0, Traits::rows), columns);
   }
-  if (lse.address != 0 && t.part() == 0) store_lse(warp, lse, rows, count);
+  if (lse.address != 0 && t.part() == 0) store_lse(warp, lse, p.scale, rows, count);
 }
 
 // out or, of one split, out_partial; lse likewise.
@@ -176,8 +176,8 @@ struct ForwardTask {
       moves = __any_sync(0xFFFFFFFF, warp.softmax.find_top(scores, true, top));
     }
     if (moves) {
-      warp.join_top(t.top, top);
-      warp.softmax.move_reference(top, warp.acc);
+      warp.join_top(t.top, scores, top);
+      warp.softmax.move_reference(top, scores, warp.acc);
     }
     if (any) warp.finish_tile(scores, t);
   }
@@ -234,8 +234,8 @@ CF_DEVICE void forward_registers_tile(const ForwardParams& p,
     } while (key0 + Bc <= seen.inner_end);
   }
   const int count = int(min(p.group * p.Nq - row0, int64(Br)));
-  store_warp(warp, t, split_result<Sum>(p, p.out, p.out_partial, p.d_v, split),
-             split_result<Sum>(p, p.lse, p.lse_partial, 1, split), rows, count, int(p.d_v));
+  store_warp(warp, t, p, split_result<Sum>(p, p.out, p.out_partial, p.d_v, split),
+             split_result<Sum>(p, p.lse, p.lse_partial, 1, split), rows, count);
 }
 
 // a / b, quickly where both have 32 bits.

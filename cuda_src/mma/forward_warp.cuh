@@ -248,7 +248,8 @@ struct ForwardWarp {
   using Top = typename F::Sum[fragments][2];
 
   // The rows' maxima from their lanes', and from the other part's.
-  CF_DEVICE void join_top(float* shared, Top& top) const {
+  CF_DEVICE void join_top(float* shared, const S& scores, Top& top) const {
+    if constexpr (sizeof(typename F::Sum) == 8) softmax.find_exact_top(scores, top);
 #pragma unroll
     for (int i = 0; i < 2 * fragments; ++i) top[i / 2][i % 2] = row_max(top[i / 2][i % 2]);
     if constexpr (Traits::parts == 2) {

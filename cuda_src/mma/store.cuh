@@ -17,9 +17,15 @@ CF_DEVICE bool in_pieces(const Tensor& t, int64 size, int columns, int bytes) {
   return t.c == size && ((t.address | t.b | t.h | t.n | columns * size) & (bytes - 1)) == 0;
 }
 
-// 1 / x for x that are no denormals: of float to one unit in the last place.
-CF_DEVICE float reciprocal(float x) { return ptx::reciprocal_approx(x); }
-CF_DEVICE double reciprocal(double x) { return 1 / x; }
+// 1 / x for x that are no denormals; for results of 16 bits to one unit in the last place of float.
+template <typename Element>
+CF_DEVICE accumulator<Element> reciprocal(accumulator<Element> x) {
+  if constexpr (sizeof(Element) == 2) {
+    return ptx::reciprocal_approx(x);
+  } else {
+    return 1 / x;
+  }
+}
 
 // factor * x; 0 where the factor is 0, since x may then be a NaN of neighbours.
 template <typename T>
