@@ -159,6 +159,23 @@ def test_rows_that_see_nothing_beside_nan(kind):
     assert (dq[..., :10, :] == 0).all() and np.isnan(dq[..., 10:, :]).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [500.0, 60000.0, 133120.0 * 2**17])
+def test_a_key_that_is_all_there_is(kind, size):
+    """Its probability is 1 to the last bit, however large the score."""
+    if kind == "float16" and size > 60000:
+        pytest.skip("no number of float16")
+    x = inputs(small(Case("dominant", Hq=2, Hk=1, Nq=200, Nk=200), kind))
+    x.q[...] = 1
+    x.k[..., 9, :] = size
+    out, lse = Fibers().forward(x.q, x.k, x.v, **x.options)
+    dv = run(x, SMALL[kind], out, lse)[2]
+    others = np.arange(x.k.shape[-2]) != 9
+    assert (dv[..., others, :] == 0).all()
+    want = x.dout.astype(np.float64).sum((1, 2))
+    assert np.abs(dv[:, 0, 9] - want).max() <= 1e-3 * np.abs(want).max()
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "float64"])
 @pytest.mark.parametrize("sizes", [
     {"Nk": 0}, {"Nq": 0}, {"B": 0}, {"Hq": 0, "Hk": 2}, {"Nq": 1, "Nk": 1}, {"kv_lens": (0,)},

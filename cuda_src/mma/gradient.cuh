@@ -49,14 +49,15 @@ struct BackwardFusedTraits {
   static constexpr int warps_n = Config::warps / warps_m;
   // Threads that copy tiles: those of dP's warps where they have time, or all.
   static constexpr int copiers = Config::stages > 1 ? threads / Config::roles : threads;
-  // Whether Q and dO of a tile can be replaced once its dS is there for all, since nobody reads them
-  // after that. 3xTF32 has no registers to spare then.
+  // Whether Q and dO of a tile can be replaced once its dS is there for all, since nobody reads
+  // them after that. 3xTF32 has no registers to spare then.
   static constexpr bool free_early = own && Config::parts == 1 && Config::precision != 2;
   // Whether the next rows are awaited together with dS.
   static constexpr bool arrives_early = free_early && Config::roles > 1 && Config::stages > 1;
   // Wide tiles of dQ are added in two passes with other products between them: all at once, the
-  // additions would fill the queue that loads stand in, too.
-  static constexpr int dq_passes = Config::parts > 1 && Config::d / warps_n >= 64 ? 2 : 1;
+  // additions would fill the queue that loads stand in, too. Nor do all sums of 3xTF32 fit at once.
+  static constexpr bool halves_dq = Config::parts > 1 || Config::precision == 2;
+  static constexpr int dq_passes = halves_dq && Config::d / warps_n >= 64 ? 2 : 1;
   static_assert(Config::warps % (Config::parts * Config::roles) == 0
                     && Config::Bc % (16 * strips) == 0,
                 "the keys must be whole fragments for each strip of warps");

@@ -30,13 +30,43 @@ CF_HOST_DEVICE constexpr Order depth_order() {
   return sizeof(typename Config::element) == 8 ? Order::natural : Order::paired;
 }
 
-// S [M, N] of fragments = A B over `depth`. In the wide types sums move from the tensor cores to
-// ordinary additions after a depth of 64.
+// Depth after which a sum moves from the tensor cores to ordinary additions; 0: never. 16-bit types
+// and TF32 hide what is cut off. Scores of 3xTF32 are summed as in forward: what is cut off them
+// then is in lse, too.
+template <typename Config>
+CF_HOST_DEVICE constexpr int chain_depth() {
+  return Config::precision == 2 || sizeof(typename Config::element) == 8 ? 32 : 0;
+}
+template <typename Config, int depth>
+CF_HOST_DEVICE constexpr int score_chain() {
+  if (Config::precision == 2 && (depth <= 64 || depth % 64 == 0)) return min(depth, 64);
+  return chain_depth<Config>() > 0 ? 32 : depth;
+}
+
+// total += sums, by ordinary additions; total = sums if they are the first.
+template <typename Config, int M, int N>
+CF_DEVICE void add_totals(typename Fragments<Config>::C (&total)[M][N],
+                          const Sums<Config> (&sums)[M][N], bool first) {
+#pragma unroll
+  for (int i = 0; i < M; ++i) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const auto x = sums[i][j].total(e);
+        total[i][j].x[e] = first ? x : total[i][j].x[e] + x;
+      }
+    }
+  }
+}
+
+// S [M, N] of fragments = A B over `depth`.
 template <typename Config, int depth, int M, int N, typename ReadA, typename ReadB>
 CF_DEVICE void multiply_scores(typename Fragments<Config>::C (&S)[M][N], const ReadA& A,
                                const ReadB& B, int row, int column) {
   using F = Fragments<Config>;
-  constexpr int piece = fresh_sums<Config>() && depth > 64 ? 64 : depth;
+  constexpr int piece = score_chain<Config, depth>();
+  static_assert(depth % piece == 0, "head dims must be padded to whole chains");
 #pragma unroll 1
   for (int k0 = 0; k0 < depth; k0 += piece) {
     Sums<Config> sums[M][N];
@@ -52,16 +82,7 @@ CF_DEVICE void multiply_scores(typename Fragments<Config>::C (&S)[M][N], const R
         for (int i = 0; i < M; ++i) add_product<Config>(sums[i][j], a[i], b);
       }
     }
-#pragma unroll
-    for (int i = 0; i < M; ++i) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          S[i][j].x[e] = k0 == 0 ? sums[i][j].total(e) : S[i][j].x[e] + sums[i][j].total(e);
-        }
-      }
-    }
+    add_totals<Config>(S, sums, k0 == 0);
   }
 }
 
@@ -119,24 +140,24 @@ CF_DEVICE void hide(typename Fragments<Config>::C (&x)[M][N], const KeyRange* ra
   }
 }
 
-// P = exp(scale * qk - lse) in two steps, since hidden scores become -inf between them. 16-bit and
-// TF32 probabilities are rounded far more coarsely than exp2 errs, and are powers of 2 throughout;
-// the others take the difference first, as lse may be large.
+// P = exp(scale * qk - lse) in two steps, since hidden scores become -inf between them. The score
+// is rounded by itself, so that P is 1 where a key is all there is, however large the score.
 template <typename Config>
 struct Exponential {
   using A = accumulator<typename Config::element>;
-  static constexpr bool natural = Config::precision == 2 || sizeof(A) == 8;
-  static constexpr A log2_e = A(1.4426950408889634);
   A scale;
 
   // A float of shared memory where it is enough: converted from the parameter, it would be so anew
   // in each step.
   CF_DEVICE Exponential(const Params& p, const OwnKeys& own)
-      : scale(sizeof(A) == 8 ? A(p.scale) : natural ? A(own.scale) : A(own.scale) * log2_e) {}
-  CF_DEVICE A reference(A lse) const { return natural ? lse : lse * log2_e; }
-  CF_DEVICE A exponent(A qk, A reference) const {
-    return natural ? (ptx::multiply(scale, qk) - reference) * log2_e : scale * qk - reference;
+      : scale(sizeof(A) == 8 ? A(p.scale) : A(own.scale)) {}
+  CF_DEVICE A exponent(A qk, A lse) const { return ptx::multiply(scale, qk) - lse; }
+  // 16-bit and TF32 probabilities are rounded far more coarsely than exp2 errs; in float64 that of
+  // x in units of powers of 2 is felt only where P is small.
+  CF_DEVICE static float power(float x) {
+    return Config::precision == 2 ? exp(x) : exp2(x * 1.44269504f);
   }
+  CF_DEVICE static double power(double x) { return exp2(x * 1.4426950408889634); }
 };
 
 // What a lane knows of its four rows of fragments in column j: two pairs of neighbours.
@@ -163,12 +184,7 @@ CF_DEVICE void find_exponents(typename Fragments<Config>::C (&S)[M][N],
   lse += column_here();
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    FourRows<accumulator<typename Config::element>> reference(lse, j);
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      auto& x = reference.pair[q / 2].x[q % 2];
-      x = exponential.reference(x);
-    }
+    const FourRows<accumulator<typename Config::element>> reference(lse, j);
 #pragma unroll
     for (int i = 0; i < M; ++i) {
 #pragma unroll
@@ -187,7 +203,7 @@ CF_DEVICE void exponentiate(typename Fragments<Config>::C (&S)[M][N]) {
 #pragma unroll
     for (int i = 0; i < M; ++i) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e) S[i][j].x[e] = exp2(S[i][j].x[e]);
+      for (int e = 0; e < 8; ++e) S[i][j].x[e] = Exponential<Config>::power(S[i][j].x[e]);
     }
   }
 }

@@ -180,24 +180,30 @@ struct Step {
   CF_DEVICE void add_columns(uint64 sums, int column) const {
     const ReaderA<Config, Layout::col, Tiles::s_pitch, order> A(t.dS, here());
     const ReaderB<Config, Layout::row, Tiles::q_pitch, order> B(t.K, here());
-    Sums<Config> dq[S::dq_rows][S::dq_columns];
+    typename F::C dq[S::dq_rows][S::dq_columns];
     const int first = hidden ? seen.first : 0, end = hidden ? seen.end : 0;
-#pragma unroll(hidden ? 1 : Config::precision == 2 ? 4 : 8)
-    for (int k = 0; k < Config::Bc; k += F::depth) {
-      if (hidden && (k + F::depth <= first || k >= end)) continue;
-      decltype(operand<Config>(typename F::A{})) a[S::dq_rows];
+    constexpr int chain = Config::precision == 2 ? chain_depth<Config>() : Config::Bc;
+#pragma unroll(chain < Config::Bc ? 1 : Config::Bc)
+    for (int k0 = 0; k0 < Config::Bc; k0 += chain) {
+      Sums<Config> piece[S::dq_rows][S::dq_columns];
+#pragma unroll(hidden ? 1 : 8)
+      for (int k = k0; k < k0 + chain; k += F::depth) {
+        if (hidden && (k + F::depth <= first || k >= end)) continue;
+        decltype(operand<Config>(typename F::A{})) a[S::dq_rows];
 #pragma unroll
-      for (int i = 0; i < S::dq_rows; ++i) {
-        a[i] = operand<Config>(A.load(16 * (S::dq_row() + i), k));
+        for (int i = 0; i < S::dq_rows; ++i) {
+          a[i] = operand<Config>(A.load(16 * (S::dq_row() + i), k));
+        }
+#pragma unroll
+        for (int j = 0; j < S::dq_columns; ++j) {
+          typename F::B keys = B.load(k, 16 * (column + j));
+          if constexpr (hidden) forget_keys<Config, order>(keys, first - k, end - k);
+          const auto b = operand<Config>(keys);
+#pragma unroll
+          for (int i = 0; i < S::dq_rows; ++i) add_product<Config>(piece[i][j], a[i], b);
+        }
       }
-#pragma unroll
-      for (int j = 0; j < S::dq_columns; ++j) {
-        typename F::B keys = B.load(k, 16 * (column + j));
-        if constexpr (hidden) forget_keys<Config, order>(keys, first - k, end - k);
-        const auto b = operand<Config>(keys);
-#pragma unroll
-        for (int i = 0; i < S::dq_rows; ++i) add_product<Config>(dq[i][j], a[i], b);
-      }
+      add_totals<Config>(dq, piece, k0 == 0);
     }
     sums += dq_offset<Config>(S::dq_row(), column, 0, here());
 #pragma unroll
@@ -206,9 +212,9 @@ struct Step {
       for (int j = 0; j < S::dq_columns; ++j) {
 #pragma unroll
         for (int e = 0; e < 8; e += 4) {
-          const auto& x = dq[i][j];
-          ptx::add_to_global(sums + dq_offset<Config>(i, j, e / 4, 0), x.total(e), x.total(e + 1),
-                             x.total(e + 2), x.total(e + 3));
+          const auto& x = dq[i][j].x;
+          ptx::add_to_global(sums + dq_offset<Config>(i, j, e / 4, 0), x[e], x[e + 1], x[e + 2],
+                             x[e + 3]);
         }
       }
     }
