@@ -3,6 +3,7 @@
 // Dao, "FlashAttention-2" (2023), algorithm 1.
 #pragma once
 
+#include "../tile/split.cuh"
 #include "forward_warp.cuh"
 #include "store.cuh"
 
@@ -73,16 +74,6 @@ CF_DEVICE void store_warp(ForwardWarp<Config>& warp, const ForwardRegistersTiles
         stage, out, base, rows.packed, row0, min(count - row0, Traits::rows), columns);
   }
   if (lse.address != 0 && t.part() == 0) store_lse(warp, lse, p.scale, rows, count);
-}
-
-// out or, of one split, out_partial; lse likewise.
-template <typename T>
-CF_DEVICE Tensor split_result(const ForwardParams& p, const Tensor& whole, uint64 partial,
-                              int64 columns, int64 split) {
-  if (p.splits == 1) return whole;
-  const int64 row = columns * int64(sizeof(T)), head = row * p.Nq, batch = head * p.heads_q;
-  return {partial + split * p.batch * batch, batch, head, row, sizeof(T),
-          sizeof(T) == 8 ? FLOAT64 : FLOAT32};
 }
 
 // What the walk over the keys of one task needs to know.

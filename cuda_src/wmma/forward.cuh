@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../tile/softmax.cuh"
+#include "../tile/split.cuh"
 #include "store.cuh"
 
 namespace cf {
@@ -82,16 +83,6 @@ CF_DEVICE void softmax_tile(const ForwardTiles<Config>& t, Statistics<Config>& s
   }
 }
 
-// out or, of one split, out_partial; lse likewise.
-template <typename T>
-CF_DEVICE Tensor result_of(const ForwardParams& p, const Tensor& whole, uint64 partial,
-                           int64 columns, int64 split) {
-  if (p.splits == 1) return whole;
-  const int64 row = columns * int64(sizeof(T)), head = row * p.Nq, batch = head * p.heads_q;
-  return {partial + split * p.batch * batch, batch, head, row, sizeof(T),
-          sizeof(T) == 8 ? FLOAT64 : FLOAT32};
-}
-
 // lse = m + ln l, and 1 / l into t.alpha; 0 for rows that see no key and rows behind q_lens.
 template <typename Config>
 CF_DEVICE void finish_rows(const ForwardTiles<Config>& t, const Rows& rows,
@@ -150,8 +141,8 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& 
     __syncthreads();                                    // V and alpha may change
   }
   const int count = int(min(p.group * p.Nq - row0, int64(Config::Br)));
-  const Tensor out = result_of<T>(p, p.out, p.out_partial, p.d_v, split);
-  const Tensor lse = result_of<T>(p, p.lse, p.lse_partial, 1, split);
+  const Tensor out = split_result<T>(p, p.out, p.out_partial, p.d_v, split);
+  const Tensor lse = split_result<T>(p, p.lse, p.lse_partial, 1, split);
   finish_rows<Config>(t, rows, state, lse, count);
   __syncthreads();                                      // 1 / l is there
   store_rows(out, rows.base(out), rows.packed, count, int(p.d_v),
