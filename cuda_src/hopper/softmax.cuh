@@ -6,7 +6,6 @@
 
 namespace cf {
 
-constexpr float LARGEST = 3.4028234663852886e38f;
 
 // Element i of the accumulators belongs to row i / 2 % 2 of the thread's two.
 CF_HOST_DEVICE constexpr int row_of(int i) { return i / 2 % 2; }
@@ -26,13 +25,12 @@ struct RowState {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       m[r] = -inf<float>();
-      m_ref[r] = -LARGEST;
+      m_ref[r] = LOWEST;
       l[r] = 0.f;
     }
   }
 };
 
-constexpr float LARGE = 1024.f;     // 2^-15 off at most: less than 16-bit types can tell from 1
 
 // The largest of the thread's S in each row, in four chains a row: one would wait for itself.
 template <int n>
@@ -58,7 +56,7 @@ CF_DEVICE float move_reference(RowState& state, int r, float top, const HopperFo
   const float m_new = move ? top : m, power = m_new * p.unit;
   const bool usual = fabsf(power) < LARGE;
   state.m[r] = m_new;
-  state.m_ref[r] = usual ? power : -LARGEST;
+  state.m_ref[r] = usual ? power : LOWEST;
   shift = usual || m_new == -inf<float>() ? 0.f : m_new;
   m_ref = usual ? power : 0.f;
   return empty || !move ? 1.f : ptx::exp2_approx((m - m_new) * p.unit);

@@ -16,9 +16,6 @@
 
 namespace cf {
 
-constexpr float LARGE = 1024.f;     // 2^-15 off at most: less than 16-bit types can tell from 1
-constexpr float LOWEST = -3.4028234663852886e38f;
-
 // Rows of a warp: `fragments` times 16, of which a lane has two each, g and g + 8. Its l is the sum
 // over the columns that it has itself.
 template <typename Config, int fragments_>
