@@ -28,8 +28,8 @@ CF_DEVICE uint64 row_address(const HopperForwardParams& p, const Tensor& t, cons
 }
 
 // Ends the sum of row r, which is row `own` of the thread's two: stores lse and returns 1 / l. Both
-// are for rows that see no key, and rows behind q_lens, -inf and 0. score_of_S: the factor from S to
-// scores in natural units.
+// are for rows that see no key, and rows behind q_lens, -inf and 0. score_of_S: the factor from S
+// to scores in natural units.
 CF_DEVICE float close_row(const HopperForwardParams& p, const Work& w, int r, int own,
                           const RowState& state, float score_of_S) {
   const float l = row_sum(state.l[own]);
