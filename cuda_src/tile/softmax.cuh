@@ -9,7 +9,8 @@
 namespace cf {
 
 // Kernels for 16-bit types keep a reference as a rounded power of 2. Up to LARGE that is off by
-// 2^-15 at most, less than these types can tell from 1; LOWEST stands for what is no such reference.
+// 2^-15 at most, less than these types can tell from 1; LOWEST stands for what is no such
+// reference.
 constexpr float LARGE = 1024.f, LOWEST = -3.4028234663852886e38f;
 
 // Maximum and sum over the four threads that share a row.
