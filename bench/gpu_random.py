@@ -8,7 +8,7 @@ from multiprocessing import get_context
 
 import numpy as np
 from answers import answers_to, floors, judge
-from cases import CASES, Case, inputs
+from cases import CASES, KINDS, Case, inputs
 from gpu_check import say
 from gpu_compile import compile_one, units_of
 
@@ -16,9 +16,6 @@ import cupy_flash as cf
 from cupy_flash.bind import Options, describe
 from cupy_flash.plan import make_plan, tuned
 
-KINDS = {"float16": ("float16", None), "bfloat16": ("bfloat16", None),
-         "tf32": ("float32", "tf32"), "tf32x3": ("float32", "tf32x3"),
-         "float64": ("float64", None)}
 # (d, d_v) as compiled; the true ones are drawn from the last 16 below. With two sets of features
 # and seven kernels these are fewer than 400 units.
 WIDTHS = ((16, 16), (32, 32), (64, 64), (128, 128), (48, 80), (192, 128), (256, 256))

@@ -177,17 +177,6 @@ struct Wmma<bfloat16_t> {
   CF_LOADS(CF_LOAD4, bfloat16_t, "m16n16k16.shared.bf16")
   CF_FLOAT_SUMS("m16n16k16", "f32.bf16.bf16.f32")
 };
-
-// float32 operands are bits of float32; the instruction cuts off what TF32 does not have.
-template <>
-struct Wmma<float> {
-  static constexpr int side = 16, depth = 8;
-  struct A { uint32 x[4]; };
-  struct B { uint32 x[4]; };
-  struct C { float x[8]; };
-  CF_LOADS(CF_LOAD4, float, "m16n16k8.shared.tf32")
-  CF_FLOAT_SUMS("m16n16k8", "f32.tf32.tf32.f32")
-};
 #undef CF_MMA
 
 template <>

@@ -17,6 +17,14 @@ DTYPES = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
+# What is computed with, as (dtype, precision).
+KINDS = {
+    "float16": ("float16", None),
+    "bfloat16": ("bfloat16", None),
+    "tf32": ("float32", "tf32"),
+    "tf32x3": ("float32", "tf32x3"),
+    "float64": ("float64", None),
+}
 
 
 @dataclass(frozen=True)

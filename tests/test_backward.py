@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from answers import answers, answers_to, floors, judge
-from cases import CASES, DTYPES, Case, inputs
+from cases import CASES, DTYPES, KINDS, Case, inputs
 from numerics import assert_bit_equal
 from test_forward import few
 
@@ -75,6 +75,22 @@ def test_without_dlse(backend):
     g = gradients(backend, x, use_dlse=False, deterministic=True)
     judge(case.id, g, *answers_to(zero))
     assert_same_gradients(case.id, gradients(backend, zero, deterministic=True), g)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("d", [7, 64, 160])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_one_key_hand_their_gradient_on(backend, kind, d, deterministic):
+    """Backward's scores are forward's, in whichever kernels: P of the only key is 1 and dv dout."""
+    dtype, precision = KINDS[kind]
+    x = inputs(Case("one-key", Nq=70, Nk=70, Hq=2, Hk=2, d=d, d_v=48, dtype=dtype,
+                    precision=precision, window=(0, 0)))
+    x = x._replace(q=3 * x.q)
+    dv = gradients(backend, x, deterministic=deterministic)["dv"].astype(np.float64)
+    dout = x.dout.astype(np.float64)
+    # What the product of 1 and dout rounds off.
+    rounding = {"tf32": 2.0**-11, "tf32x3": 2.0**-21}.get(kind, 0.0)
+    assert np.abs(dv - dout).max() <= rounding * np.abs(dout).max()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

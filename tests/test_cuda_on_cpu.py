@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import FEATURES, Case, inputs
+from cases import FEATURES, KINDS, Case, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers
 from numerics import NAN_BYTE, assert_bit_equal, assert_same_nonfinite, fenced
 from numpy.lib.stride_tricks import as_strided
@@ -20,16 +20,10 @@ from cupy_flash.plan import cuda as cuda_planner
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 
-KINDS = {
-    "float16": ("float16", None),
-    "bfloat16": ("bfloat16", None),
-    "tf32": ("float32", "tf32"),
-    "tf32x3": ("float32", "tf32x3"),
-    "float64": ("float64", None),
-}
 # Root mean square of the difference, in units of that of the result. In the narrow types it is a
-# few roundings of P and dS that fall to the other side: 5 to 16 times less than a unit of the type.
-LIMIT = {"float16": 2e-4, "bfloat16": 5e-4, "tf32": 2e-4, "tf32x3": 5e-6, "float64": 1.5e-14}
+# few roundings of P and dS that fall to the other side: 5 to 16 times less than a unit of the type;
+# in 3xTF32 what tensor cores drop of long sums.
+LIMIT = {"float16": 2e-4, "bfloat16": 5e-4, "tf32": 2e-4, "tf32x3": 1e-5, "float64": 1.5e-14}
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
 
 

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from cases import FEATURES, Case, inputs
+from cases import FEATURES, KINDS, Case, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers, KernelError
 from numerics import assert_bit_equal
-from test_cuda_on_cpu import HIDDEN, KINDS, LAYOUTS, assert_same, far_apart, on_cpu, small, wide
+from test_cuda_on_cpu import HIDDEN, LAYOUTS, assert_same, far_apart, on_cpu, small, wide
 
 from cupy_flash.plan.cuda_fused import TILES
+from cupy_flash.plan.cuda_registers import Row
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 
@@ -84,6 +85,24 @@ def test_layouts(kind, layout):
         got = run(x._replace(q=q, k=k, v=v, dout=dout), SMALL[kind], out, lse)
         for name, a, b in zip(NAMES, got, want, strict=True):
             assert_bit_equal(f"{layout} {name}", a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("d", [20, 64])
+def test_scores_are_those_of_forward(kind, d):
+    """Whichever kernels make them: P of a row's only key is 1 to the last bit, and dv is dout."""
+    dtype, precision = KINDS[kind]
+    x = inputs(Case("one-key", Nq=40, Nk=40, Hq=1, Hk=1, d=d, d_v=16, dtype=dtype,
+                    precision=precision, window=(0, 0)))
+    x = x._replace(q=3 * x.q)
+    general = {"Br": 32, "Bc": 32, "warps": 4}
+    rounding = {"tf32": 2.0**-11, "tf32x3": 2.0**-21}.get(kind, 0.0)
+    for forward in (Fibers(registers=Row(32, 16, 2, 256, "of a test")), Fibers(**general)):
+        out, lse = forward.forward(x.q, x.k, x.v, **x.options)
+        for backward in (Fibers(fused=SMALL[kind]), Fibers(**general)):
+            dv = backward.backward(x.dout, x.q, x.k, x.v, out, lse, **x.options)[2]
+            difference = dv.astype(np.float64) - x.dout.astype(np.float64)
+            assert np.abs(difference).max() <= rounding * np.abs(x.dout.astype(np.float64)).max()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import FEATURES, Case, inputs
+from cases import FEATURES, KINDS, Case, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers, KernelError
 from numerics import assert_bit_equal
 from test_cuda_on_cpu import (
     HIDDEN,
-    KINDS,
     LAYOUTS,
     assert_same,
     far_apart,

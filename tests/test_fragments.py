@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import nvrtc
 import pytest
-from cases import DTYPES
+from cases import DTYPES, KINDS
 from cuda_on_cpu import harness
 from cuda_on_cpu.harness import COMPILER
 from units import SMEM
@@ -13,8 +13,6 @@ from units import SMEM
 from cupy_flash.backends.cuda.params import Tensor, _tensor
 from cupy_flash.backends.cuda.unit import ELEMENTS, PRECISIONS
 
-KINDS = {"float16": ("float16", None), "bfloat16": ("bfloat16", None), "tf32": ("float32", "tf32"),
-         "tf32x3": ("float32", "tf32x3"), "float64": ("float64", None)}
 # The largest difference in units of the largest product: the operands are exact but in TF32.
 LIMIT = {"float16": 1e-6, "bfloat16": 1e-6, "tf32": 2e-3, "tf32x3": 1e-6, "float64": 1e-15}
 Params = np.dtype([("a", Tensor), ("b", Tensor), ("a_t", Tensor), ("b_t", Tensor), ("out", "u8"),

@@ -89,39 +89,27 @@ struct ForwardWarp {
     }
   }
 
-  // scores = Q K^T. In 3xTF32 the large sums move to a total after a depth of 64, for longer chains
-  // drop bits to one side.
+  // scores = Q K^T.
   CF_DEVICE void multiply_keys(S& scores) const {
-    constexpr int chain = Config::precision == 2 ? 64 / F::depth : depths;
-    Sums<Config> sums[fragments][keys];
-    typename F::C total[fragments][keys] = {};
+    constexpr int piece = chain_depth<Config>() > 0 ? chain_depth<Config>() / F::depth : depths;
 #pragma unroll
-    for (int k = 0; k < depths; ++k) {
-      if (k > 0 && k % chain == 0) {
+    for (int k0 = 0; k0 < depths; k0 += piece) {
+      Sums<Config> sums[fragments][keys];
 #pragma unroll
-        for (int x = 0; x < fragments * keys * 8; ++x) {
-          auto& large = sums[x / 8 / keys][x / 8 % keys].large.x[x % 8];
-          total[x / 8 / keys][x / 8 % keys].x[x % 8] += large;
-          large = 0;
+      for (int k = k0; k < min(k0 + piece, depths); ++k) {
+        decltype(operand<Config>(kept[0][0])) a[fragments];
+#pragma unroll
+        for (int i = 0; i < fragments; ++i) {
+          a[i] = operand<Config>(Config::keep_Q ? kept[i][k] : Q.load(i * 16, k * F::depth));
+        }
+#pragma unroll
+        for (int j = 0; j < keys; ++j) {
+          const auto b = operand<Config>(K.load(k * F::depth, j * 16));
+#pragma unroll
+          for (int i = 0; i < fragments; ++i) add_product(sums[i][j], a[i], b);
         }
       }
-      decltype(operand<Config>(kept[0][0])) a[fragments];
-#pragma unroll
-      for (int i = 0; i < fragments; ++i) {
-        a[i] = operand<Config>(Config::keep_Q ? kept[i][k] : Q.load(i * 16, k * F::depth));
-      }
-#pragma unroll
-      for (int j = 0; j < keys; ++j) {
-        const auto b = operand<Config>(K.load(k * F::depth, j * 16));
-#pragma unroll
-        for (int i = 0; i < fragments; ++i) add_product(sums[i][j], a[i], b);
-      }
-    }
-#pragma unroll
-    for (int x = 0; x < fragments * keys * 8; ++x) {
-      const int i = x / 8 / keys, j = x / 8 % keys, e = x % 8;
-      const typename F::Sum last = sums[i][j].total(e);
-      scores[i][j].x[e] = depths > chain ? total[i][j].x[e] + last : last;
+      add_totals<Config>(scores, sums, k0 == 0);
     }
   }
 

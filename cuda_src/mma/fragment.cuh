@@ -5,6 +5,7 @@
 #include "../convert.cuh"
 #include "../ptx/mma.cuh"
 #include "../ptx/shared.cuh"
+#include "../tile/chain.cuh"
 
 namespace cf {
 
@@ -189,15 +190,37 @@ struct Sums {
   }
 };
 
-// sums += a b, of operands made by `operand`.
-template <typename Config, typename OperandA, typename OperandB>
+// sums += a b, of operands made by `operand`. transposed: a is the second matrix of the product whose
+// transpose this is; its sums are the same to the bit.
+template <typename Config, bool transposed = false, typename OperandA, typename OperandB>
 CF_DEVICE void add_product(Sums<Config>& sums, const OperandA& a, const OperandB& b) {
-  if constexpr (Config::precision == 2) {
+  if constexpr (Config::precision == 2 && transposed) {
+    mma<Config>(sums.small, a.high, b.low);
+    mma<Config>(sums.small, a.low, b.high);
+    mma<Config>(sums.large, a.high, b.high);
+  } else if constexpr (Config::precision == 2) {
     mma<Config>(sums.small, a.low, b.high);
     mma<Config>(sums.small, a.high, b.low);
     mma<Config>(sums.large, a.high, b.high);
   } else {
     mma<Config>(sums.large, a, b);
+  }
+}
+
+// total += sums, by ordinary additions; total = sums if they are the first.
+template <typename Config, int M, int N>
+CF_DEVICE void add_totals(typename Fragments<Config>::C (&total)[M][N],
+                          const Sums<Config> (&sums)[M][N], bool first) {
+#pragma unroll
+  for (int i = 0; i < M; ++i) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const auto x = sums[i][j].total(e);
+        total[i][j].x[e] = first ? x : total[i][j].x[e] + x;
+      }
+    }
   }
 }
 

@@ -30,42 +30,12 @@ CF_HOST_DEVICE constexpr Order depth_order() {
   return sizeof(typename Config::element) == 8 ? Order::natural : Order::paired;
 }
 
-// Depth after which a sum moves from the tensor cores to ordinary additions; 0: never. 16-bit types
-// and TF32 hide what is cut off. Scores of 3xTF32 are summed as in forward: what is cut off them
-// then is in lse, too.
-template <typename Config>
-CF_HOST_DEVICE constexpr int chain_depth() {
-  return Config::precision == 2 || sizeof(typename Config::element) == 8 ? 32 : 0;
-}
-template <typename Config, int depth>
-CF_HOST_DEVICE constexpr int score_chain() {
-  if (Config::precision == 2 && (depth <= 64 || depth % 64 == 0)) return min(depth, 64);
-  return chain_depth<Config>() > 0 ? 32 : depth;
-}
-
-// total += sums, by ordinary additions; total = sums if they are the first.
-template <typename Config, int M, int N>
-CF_DEVICE void add_totals(typename Fragments<Config>::C (&total)[M][N],
-                          const Sums<Config> (&sums)[M][N], bool first) {
-#pragma unroll
-  for (int i = 0; i < M; ++i) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const auto x = sums[i][j].total(e);
-        total[i][j].x[e] = first ? x : total[i][j].x[e] + x;
-      }
-    }
-  }
-}
-
-// S [M, N] of fragments = A B over `depth`.
+// S^T [M, N] of fragments = A B over `depth`: K Q^T, or V dO^T.
 template <typename Config, int depth, int M, int N, typename ReadA, typename ReadB>
 CF_DEVICE void multiply_scores(typename Fragments<Config>::C (&S)[M][N], const ReadA& A,
                                const ReadB& B, int row, int column) {
   using F = Fragments<Config>;
-  constexpr int piece = score_chain<Config, depth>();
+  constexpr int piece = chain_depth<Config>() > 0 ? chain_depth<Config>() : depth;
   static_assert(depth % piece == 0, "head dims must be padded to whole chains");
 #pragma unroll 1
   for (int k0 = 0; k0 < depth; k0 += piece) {
@@ -79,7 +49,7 @@ CF_DEVICE void multiply_scores(typename Fragments<Config>::C (&S)[M][N], const R
       for (int j = 0; j < N; ++j) {
         const auto b = operand<Config>(B.load(k0 + k, column + 16 * j));
 #pragma unroll
-        for (int i = 0; i < M; ++i) add_product<Config>(sums[i][j], a[i], b);
+        for (int i = 0; i < M; ++i) add_product<Config, true>(sums[i][j], a[i], b);
       }
     }
     add_totals<Config>(S, sums, k0 == 0);

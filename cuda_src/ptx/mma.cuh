@@ -96,6 +96,51 @@ CF_DEVICE void mma(double, double (&c)[8], const double (&a)[4], const double (&
 }
 #undef CF_MMA_SYNC
 
+// The fragments of wmma/product.cuh in TF32. wmma.mma sums 4 products at a time where mma.sync sums
+// 8, and the scores of all kernels must be the same to the bit (see tile/chain.cuh).
+template <>
+struct Wmma<float> {
+  static constexpr int side = 16, depth = 8;
+  struct A { uint32 x[4]; };
+  struct B { uint32 x[4]; };
+  struct C { float x[8]; };
+
+  static CF_DEVICE int g() { return int(threadIdx.x) % 32 / 4; }
+  static CF_DEVICE int t() { return int(threadIdx.x) % 4; }
+
+  template <Layout layout>
+  static CF_DEVICE void load_a(A& a, const float* p, int pitch) {
+    const int row = layout == Layout::row ? pitch : 1, column = layout == Layout::row ? 1 : pitch;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a.x[i] = float_to_bits(p[(g() + 8 * (i % 2)) * row + (t() + 4 * (i / 2)) * column]);
+    }
+  }
+  template <Layout layout>
+  static CF_DEVICE void load_b(B& b, const float* p, int pitch) {
+    const int row = layout == Layout::row ? pitch : 1, column = layout == Layout::row ? 1 : pitch;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      b.x[i] = float_to_bits(p[(t() + 4 * (i % 2)) * row + (g() + 8 * (i / 2)) * column]);
+    }
+  }
+  static CF_DEVICE int place(int i, int pitch) {
+    return (g() + 8 * (i / 2 % 2)) * pitch + 2 * t() + i % 2 + 8 * (i / 4);
+  }
+  static CF_DEVICE void load_c(C& c, const float* p, int pitch) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) c.x[i] = p[place(i, pitch)];
+  }
+  static CF_DEVICE void store_c(float* p, const C& c, int pitch) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) p[place(i, pitch)] = c.x[i];
+  }
+  template <Layout, Layout>
+  static CF_DEVICE void mma(C& c, const A& a, const B& b) {
+    ptx::mma(0.f, c.x, a.x, b.x);
+  }
+};
+
 }  // namespace cf::ptx
 
 #endif

@@ -8,6 +8,8 @@
 // assumed: which row and column an element belongs to is loaded like a matrix (see `Where`).
 #pragma once
 
+#include "../ptx/mma.cuh"
+#include "../tile/chain.cuh"
 #include "../tile/tiles.cuh"
 
 namespace cf {
@@ -17,16 +19,8 @@ CF_HOST_DEVICE constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % 
 template <typename Config>
 using Wmma = ptx::Wmma<typename Config::element>;
 
-// Depth after which every sum moves from the fragment to a total; 0: never. Tensor cores drop bits
-// of float32 sums, all to one side: at N = 16384 a running sum over mean-1 values is no better than
-// plain TF32. In float64 a chain over d = 256 has five times the rounding error of a BLAS product.
-template <typename Config>
-CF_HOST_DEVICE constexpr int chain_depth() {
-  return sizeof(typename Config::element) == 8 || Config::precision == 2 ? 32 : 0;
-}
-
-// The same of scores, in the narrow types: their rounding hides the lost bits in other sums, but an
-// error of a score is one of lse too.
+// Depth of a chain of scores in the narrow types: their rounding hides the lost bits in other sums,
+// but an error of a score is one of lse too.
 constexpr int SCORE_DEPTH = 64;
 
 // A matrix [M, N] in fragments. Warps stand in a grid over the fragments, as many of them below
@@ -103,14 +97,14 @@ CF_DEVICE Operand<Layout::col, T> transposed(const T* tile) {
   return {tile, pitch<T>(width)};
 }
 
-// The part of float32 operands that TF32 keeps, and the part that it would lose.
+// The part of float32 operands that TF32 keeps, and the rest, of which the product cuts off two
+// bits.
 template <typename Fragment>
 CF_DEVICE void split(const Fragment& x, Fragment& high, Fragment& low) {
 #pragma unroll
   for (int e = 0; e < int(sizeof(x.x) / sizeof(x.x[0])); ++e) {
     high.x[e] = round_to_tf32(x.x[e]);
-    const float rest = ptx::bits_to_float(x.x[e]) - ptx::bits_to_float(high.x[e]);
-    low.x[e] = round_to_tf32(ptx::float_to_bits(rest));
+    low.x[e] = ptx::float_to_bits(ptx::bits_to_float(x.x[e]) - ptx::bits_to_float(high.x[e]));
   }
 }
 

@@ -99,9 +99,10 @@ void mma(T, Sum (&c)[8], const Word (&a)[4], const Word (&b)[4]) {
   }
   const int g = fibers::lane() / 4, t = fibers::lane() % 4;
   for (int e = 0; e < 8; ++e) {
-    for (int k = 0; k < depth; ++k) {
-      c[e] += full_a[g + 8 * (e / 2 % 2)][k] * full_b[k][2 * t + e % 2 + 8 * (e / 4)];
-    }
+    c[e] = add_products<T, depth>(c[e], [&](int k) {
+      return double(full_a[g + 8 * (e / 2 % 2)][k])
+             * double(full_b[k][2 * t + e % 2 + 8 * (e / 4)]);
+    });
   }
 }
 

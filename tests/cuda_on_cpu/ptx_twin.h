@@ -70,6 +70,35 @@ inline float product_value(bfloat16_t x) { return bits_to_float(uint32(x.bits) <
 inline float product_value(float x) { return bits_to_float(float_to_bits(x) & 0xFFFFE000); }
 inline double product_value(double x) { return x; }
 
+// x without what is below `unit`, a power of 2; and a float32 sum without what it does not hold.
+inline double cut(double x, double unit) { return __builtin_trunc(x / unit) * unit; }
+inline float cut(double sum) {
+  const float near = float(sum);
+  const bool beyond = near - near == 0 && (sum < 0 ? near < sum : near > sum);
+  return beyond ? bits_to_float(float_to_bits(near) - 1) : near;
+}
+
+// c + the sum of products(k) over a depth, as tensor cores add in float32: a few products at a time
+// (4 of TF32, 8 of 16-bit types on Ampere), of which nothing counts that is more than 25 bits below
+// the largest, and of the sum no more than float32 holds.
+template <typename T, int depth, typename Products>
+accumulator<T> add_products(accumulator<T> c, const Products& products) {
+  constexpr int together = 16 / int(sizeof(T));
+  for (int k0 = 0; k0 < depth; k0 += together) {
+    double x[together + 1] = {c}, sum = 0, largest = 0x1p-126;
+    for (int k = 0; k < together; ++k) x[k + 1] = products(k0 + k);
+    if constexpr (sizeof(T) < 8) {
+      for (double one : x) largest = __builtin_fabs(one) > largest ? __builtin_fabs(one) : largest;
+      const double unit = 0x1p-24 * bits_to_double(double_to_bits(largest) >> 52 << 52);
+      for (double& one : x) one = largest - largest == 0 ? cut(one, unit) : one;
+    }
+    for (double one : x) sum += one;
+    if constexpr (sizeof(T) == 8) c = sum;
+    else c = cut(sum);
+  }
+  return c;
+}
+
 // `words`: what a lane holds of an operand, in units of Word; the rest is there but unused.
 template <typename T, typename Word, int words, int side_, int depth_>
 struct WmmaTwin {
@@ -130,9 +159,9 @@ struct WmmaTwin {
     }
     for (int e = 0; e < sums; ++e) {
       const int i = element_of(side * side, TURN_C, fibers::lane(), e);
-      for (int k = 0; k < depth; ++k) {
-        c.x[e] += full_a[i / side * depth + k] * full_b[k * side + i % side];
-      }
+      c.x[e] = add_products<T, depth>(c.x[e], [&](int k) {
+        return double(full_a[i / side * depth + k]) * double(full_b[k * side + i % side]);
+      });
     }
   }
 };
