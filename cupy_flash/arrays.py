@@ -60,7 +60,8 @@ def common_family(named):
 
     Arrays of one library, which need not be taken in, have its name for a family.
     """
-    libraries = {library(type(x)) for x in named.values()}
+    kinds = set(map(type, named.values()))
+    libraries = set(map(library, kinds))
     if len(libraries) == 1 and None not in libraries:
         return libraries.pop()
     families = {}

@@ -11,6 +11,9 @@ from . import device
 from .bind import Options, bind_backward, bind_forward, describe
 from .plan import make_plan
 
+# Whether every call says on stderr what it runs. Read once: the environment is slow to look at.
+_PRINTS_PLANS = os.environ.get("CUPY_FLASH_PRINT_PLAN") == "1"
+
 
 class Gradients(NamedTuple):
     """Gradients of `attention`; None where there is no such operand.
@@ -245,7 +248,7 @@ def _run(direction, problem, operands):
     """The operands with all results."""
     where = _device(operands.q)
     plan = make_plan(direction, problem, where)
-    if os.environ.get("CUPY_FLASH_PRINT_PLAN") == "1":
+    if _PRINTS_PLANS:
         print(plan, file=sys.stderr)
     return _backend(where.kind).run(plan, operands)
 

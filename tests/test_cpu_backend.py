@@ -183,3 +183,17 @@ def test_the_resident_set_grows_by_no_score_matrix():
         assert peak() - before < 40, (before, peak())           # one score matrix has 1024 MiB
     """
     run_python(code, SHARED_CACHE)
+
+
+def test_the_environment_asks_for_plans():
+    code = """
+        import numpy as np, cupy_flash as cf
+        q = np.ones((5, 8))
+        cf.attention(q, q, q)
+        cf.attention(q, q, q)
+    """
+    said = run_python(code, SHARED_CACHE, CUPY_FLASH_PRINT_PLAN="1")
+    q = np.ones((5, 8))
+    forward = cf.explain(q, q, q).partition("backward:")[0]
+    assert said.split() == 2 * forward.split()
+    assert not run_python(code, SHARED_CACHE)

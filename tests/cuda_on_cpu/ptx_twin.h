@@ -70,8 +70,7 @@ inline float product_value(bfloat16_t x) { return bits_to_float(uint32(x.bits) <
 inline float product_value(float x) { return bits_to_float(float_to_bits(x) & 0xFFFFE000); }
 inline double product_value(double x) { return x; }
 
-// x without what is below `unit`, a power of 2; and a float32 sum without what it does not hold.
-inline double cut(double x, double unit) { return __builtin_trunc(x / unit) * unit; }
+// A sum without what float32 does not hold.
 inline float cut(double sum) {
   const float near = float(sum);
   const bool beyond = near - near == 0 && (sum < 0 ? near < sum : near > sum);
@@ -87,12 +86,16 @@ accumulator<T> add_products(accumulator<T> c, const Products& products) {
   for (int k0 = 0; k0 < depth; k0 += together) {
     double x[together + 1] = {c}, sum = 0, largest = 0x1p-126;
     for (int k = 0; k < together; ++k) x[k + 1] = products(k0 + k);
-    if constexpr (sizeof(T) < 8) {
-      for (double one : x) largest = __builtin_fabs(one) > largest ? __builtin_fabs(one) : largest;
-      const double unit = 0x1p-24 * bits_to_double(double_to_bits(largest) >> 52 << 52);
-      for (double& one : x) one = largest - largest == 0 ? cut(one, unit) : one;
+    for (double one : x) {
+      sum += one;
+      largest = __builtin_fabs(one) > largest ? __builtin_fabs(one) : largest;
     }
-    for (double one : x) sum += one;
+    if (sizeof(T) < 8 && sum - sum == 0) {      // infinities and NaN are themselves
+      const double unit = 0x1p-24 * bits_to_double(double_to_bits(largest) >> 52 << 52);
+      const double per_unit = 1 / unit;
+      sum = 0;
+      for (double one : x) sum += double(int64(one * per_unit)) * unit;
+    }
     if constexpr (sizeof(T) == 8) c = sum;
     else c = cut(sum);
   }
