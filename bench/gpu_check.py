@@ -2,10 +2,11 @@
 
     python bench/gpu_check.py compile               # the units of `random`, in parallel
     python bench/gpu_check.py random --count 2000   # drawn problems: CPU path and float64
+    python bench/gpu_check.py random --plain        # those that kernels of one GPU serve
     python bench/gpu_check.py errors                # errors up to N = 65,536
     python bench/gpu_check.py memory                # peak, offsets beyond 2^31, N = 131,072
     python bench/gpu_check.py times                 # first call, host time of a repeated call
-    compute-sanitizer --tool memcheck python bench/gpu_check.py sanitize
+    compute-sanitizer --tool memcheck python bench/gpu_check.py sanitize --kind tf32x3
     python bench/gpu_check.py table FILE > docs/accuracy.md
 
 Each appends JSON lines with their provenance to `bench/results/gpu_<command>.jsonl` (`--out`) and
@@ -86,6 +87,10 @@ def main():
     parser.add_argument("--out", help="file for the JSON lines")
     parser.add_argument("--count", type=int, default=2000, help="problems of `random`")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plain", action="store_true",
+                        help="`random` in 16 bits, of usual head dims, without mask and bias")
+    parser.add_argument("--kind", default="bfloat16", help="of `sanitize`: float16, bfloat16, "
+                        "tf32, tf32x3 or float64")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=500, help="`random` stops after so long")
     options = parser.parse_args()

@@ -3,7 +3,7 @@
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from itertools import product
+from itertools import product, repeat
 from multiprocessing import get_context
 
 import numpy as np
@@ -11,13 +11,14 @@ from answers import answers_to, floors, judge
 from cases import CASES, KINDS, Case, inputs
 from gpu_check import say
 from gpu_compile import compile_one, units_of
+from speed_device import device_of
 
 import cupy_flash as cf
 from cupy_flash.bind import Options, describe
 from cupy_flash.plan import make_plan, tuned
 
-# (d, d_v) as compiled; the true ones are drawn from the last 16 below. With two sets of features
-# and seven kernels these are fewer than 400 units.
+# (d, d_v) as compiled; half of the true ones are drawn from the last 16 below. With two sets of
+# features and a dozen kernels these are fewer than 400 units.
 WIDTHS = ((16, 16), (32, 32), (64, 64), (128, 128), (48, 80), (192, 128), (256, 256))
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
 # How far GPU and CPU path may be apart, root mean square over root mean square: less than either is
@@ -25,31 +26,37 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
 APART = {"float16": 4e-4, "bfloat16": 1e-3, "tf32": 4e-4, "tf32x3": 1e-5, "float64": 5e-14}
 
 
-def draw(seed, index):
-    """The problem `index` of a seed, as a `Case` and as dtypes of the results."""
+def draw(seed, index, plain=False):
+    """The problem `index` of a seed, as a `Case`, and whether results are wide.
+
+    plain: 16-bit, of widths as compiled, without mask and bias: what kernels of one GPU serve.
+    """
     rng = np.random.default_rng([seed, index])
 
     def pick(*values):
         return values[rng.integers(len(values))]
 
-    kind = pick(*KINDS)
+    kind = pick(*(("float16", "bfloat16") if plain else KINDS))
     dtype, precision = KINDS[kind]
-    d, d_v = (int(rng.integers(wide - 15, wide + 1)) for wide in pick(*WIDTHS))
+    widths = pick(*WIDTHS)
+    if rng.random() < 0.5 and not plain:    # otherwise rows are whole 16-byte loads
+        widths = (int(rng.integers(wide - 15, wide + 1)) for wide in widths)
+    d, d_v = widths
     group = int(pick(1, 1, 2, 3))
     Hk, B = int(rng.integers(1, 3)), int(rng.integers(1, 3))
     long = rng.random() < 0.08 and dtype != "float64"       # enough keys to be split
     Nq = int(pick(1, 2, 5)) if long else int(rng.integers(1, pick(20, 150, 260)))
     Nk = int(rng.integers(1024, 4000)) if long else int(rng.integers(1, pick(20, 150, 260)))
     sides = (None, 0, 3, 40, 130)
-    chance = rng.random
+    chance, often = rng.random, 0.0 if plain else 0.2
     return Case(
         f"random-{seed}-{index}", Nq=Nq, Nk=Nk, d=d, d_v=d_v, B=B, Hq=Hk * group, Hk=Hk,
         ndim=4 if B > 1 or Hk * group > 1 else int(pick(2, 3, 4)), dtype=dtype,
         precision=precision, scale=pick(None, None, None, 0.3, -0.1), causal=bool(chance() < 0.4),
         q_offset=int(rng.integers(-20, Nk + 20)) if chance() < 0.2 else None,
         window=(pick(*sides), pick(*sides)) if chance() < 0.25 else None,
-        mask=pick("dense", "blocks", "padding", "per-query") if chance() < 0.2 else None,
-        bias=pick("bhqk", "11qk", "b11k", "1h1k", "hq1", "qk") if chance() < 0.2 else None,
+        mask=pick("dense", "blocks", "padding", "per-query") if chance() < often else None,
+        bias=pick("bhqk", "11qk", "b11k", "1h1k", "hq1", "qk") if chance() < often else None,
         bias_dtype=pick(None, "float32"), bias_holes=bool(chance() < 0.3),
         softcap=pick(1.5, 20.0) if chance() < 0.15 else None,
         alibi=pick("h", "bh") if chance() < 0.15 else None,
@@ -77,13 +84,15 @@ def run(x, wide, move=np.asarray, back=np.asarray):
             for name, a in zip(NAMES, (out, lse, *grads), strict=True)}
 
 
-def expected(seed, index, Br, Bc):
-    """What a worker finds out without a GPU: the answers, and the CPU path's results."""
-    case, wide = draw(seed, index)
+def expected(case, wide):
+    """What is known without a GPU: the answers, the floors, and the CPU path's results."""
+    from cupy_flash import device
+
     x = inputs(case)
+    Br, Bc = tile_of(case, device.gpu(0))
     with tuned(Br=Br, Bc=Bc, round_P=True):
         on_cpu = run(x, wide)
-    return index, answers_to(x, None if wide else x.q.dtype), floors(x), on_cpu
+    return answers_to(x, None if wide else x.q.dtype), floors(x), on_cpu
 
 
 def tile_of(case, where):
@@ -129,7 +138,7 @@ def needed(options):
 
     where, units = device.gpu(0), {}
     for index in range(options.count):
-        x = inputs(draw(options.seed, index)[0])
+        x = inputs(draw(options.seed, index, options.plain)[0])
         problem, _ = describe(x.q, x.k, x.v, Options(**x.options))
         for direction in ("forward", "backward"):
             units |= dict.fromkeys(units_of(make_plan(direction, problem, where)))
@@ -147,33 +156,29 @@ def compile_on_cpu(entry, dtype):
 
 def random(options, results):
     """The drawn problems that are not yet in the file; 1 if any result is wrong."""
-    import cupy
-
-    from cupy_flash import device
-
     units = len(needed(options))
     if units > 400:
         raise SystemExit(f"{units} units are more than 400")
-    seen = {line["index"] for line in results.lines() if line["seed"] == options.seed}
+    run_of = {"seed": options.seed, "plain": options.plain}
+    seen = {line["index"] for line in results.lines() if run_of.items() <= line.items()}
     todo = [i for i in range(options.count) if i not in seen]
     say(f"{len(todo)} of {options.count} problems, {units} units")
-    where, start, wrong = device.gpu(0), time.perf_counter(), 0
-    with ProcessPoolExecutor(max(1, options.jobs - 1), get_context("spawn")) as pool:
+    start = time.perf_counter()
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         entries = ("forward", "backward", "dbias", "combine", "reduce_chunks")
         list(pool.map(compile_on_cpu, *zip(*product(entries, ("float32", "float64")), strict=True)))
         say(f"kernels of the CPU path compiled, {time.perf_counter() - start:.0f} s")
-        for first in range(0, len(todo), 100):
+        for first in range(0, len(todo), 200):
             if time.perf_counter() - start > options.seconds:
                 say("the time is used up; run it again to go on")
                 break
-            part = todo[first:first + 100]
-            jobs = [pool.submit(expected, options.seed, i,
-                                *tile_of(draw(options.seed, i)[0], where)) for i in part]
-            for job in jobs:
-                wrong += check(options.seed, *job.result(), cupy, results)
-            say(f"{first + len(jobs)}/{len(todo)}, {wrong} wrong, "
-                f"{time.perf_counter() - start:.0f} s")
-    lines = [line for line in results.lines() if line["seed"] == options.seed]
+            part = todo[first:first + 200]
+            for found, said in pool.map(check, repeat(run_of), part, chunksize=4):
+                results.add(**found)
+                for words in said:
+                    say(words)
+            say(f"{first + len(part)}/{len(todo)}, {time.perf_counter() - start:.0f} s")
+    lines = [line for line in results.lines() if run_of.items() <= line.items()]
     bad = [line for line in lines if line["fault"]]
     far = [line for line in lines if max(line["apart"].values(), default=0) > 1]
     say(f"{len(lines)} problems, {len(bad)} outside the rule, {len(far)} farther from the CPU path "
@@ -205,55 +210,57 @@ def second_floor(case, wide, answers, floor):
                              for name, unit in units.items()})
 
 
-def check(seed, index, answers, floor, on_cpu, cupy, results):
-    """Run one problem on the GPU and write a line; 1 if it is wrong."""
-    case, wide = draw(seed, index)
-    kind, fault, ratios, looks = kind_of(case), None, {}, 1
+def check(run_of, index):
+    """Run one problem on CPU and GPU; the fields of its line, and what is to be said of it."""
+    import cupy
+
+    case, wide = draw(index=index, **run_of)
+    kind, fault, ratios, looks, said = kind_of(case), None, {}, 1, []
     try:
+        answers, floor, on_cpu = expected(case, wide)
         got = run(inputs(case), wide, cupy.asarray, cupy.asnumpy)
         try:
             judge(case.id, got, *answers, floor)
         except AssertionError as error:
             looks = 2
-            say(f"looking again: {error}")
+            said.append(f"looking again: {error}")
             judge(case.id, got, *answers, second_floor(case, wide, answers, floor))
         ratios = {name: round(apart(case, a, on_cpu[name], getattr(floor, name)), 4)
                   for name, a in got.items() if a is not None}
         far = {name: ratio for name, ratio in ratios.items() if ratio > 1}
         if far:
-            say(f"FAR from the CPU path: {case.id}: {far}")
+            said.append(f"FAR from the CPU path: {case.id}: {far}")
     except Exception as error:      # the whole list is wanted, not the first fault
         fault = f"{type(error).__name__}: {error}"
-    if fault:
-        say(f"WRONG {case}: {fault}")
+        said.append(f"WRONG {case}: {fault}")
     changed = {name: value for name, value in asdict(case).items()
                if value != getattr(Case("x"), name) and name != "label"}
-    results.add(seed=seed, index=index, kind=kind, wide=wide, case=changed, fault=fault,
-                looks=looks, apart=ratios)
-    return bool(fault)
+    return {**run_of, "index": index, "kind": kind, "wide": wide, "case": changed, "fault": fault,
+            "looks": looks, "apart": ratios}, said
 
 
 def sanitize(options, results):
-    """A small problem for every kernel and dtype, judged; to be run under compute-sanitizer."""
+    """A small problem for every kernel of a kind, judged; to be run under compute-sanitizer."""
     import cupy
 
     cupy.cuda.set_allocator(None)       # every array an allocation of its own, with its own bounds
     labels = ("causal-tall", "window-causal-gqa", "mask-dense-gqa", "bias-pair-gqa", "bias-query",
               "bias-head-key-causal", "lens-causal-gqa", "d46v72", "d7v3", "all-options",
-              "decode-long")
-    chosen = [case for case in CASES
-              if case.label in labels and (case.precision or case.dtype != "float32")]
-    chosen += [Case(**{**asdict(case), "dtype": "float32", "precision": precision})
-               for case in chosen if case.dtype == "bfloat16" for precision in ("tf32", "tf32x3")]
+              "softcap-causal-gqa", "d128", "d192v128-gqa", "d256", "decode-long")
+    dtype, precision = KINDS[options.kind]
+    chosen = [replace(case, dtype=dtype, precision=precision)
+              for case in CASES if case.label in labels and case.dtype == "float64"]
+    tiers = (False, True) if dtype in ("float16", "bfloat16") else (False,)
     wrong = 0
-    for done, case in enumerate(chosen, 1):
+    for portable, case in product(tiers, chosen):
         x = inputs(case)
         try:
-            got = run(x, False, cupy.asarray, cupy.asnumpy)
+            with device_of(portable):
+                got = run(x, False, cupy.asarray, cupy.asnumpy)
             judge(case.id, got, *answers_to(x), floors(x))
         except AssertionError as error:
             wrong += 1
             say(f"WRONG {error}")
-        say(f"{done}/{len(chosen)} {case.id}")
-    results.add(cases=len(chosen), wrong=wrong)
+        say(f"{case.id}{' portable' if portable else ''}")
+    results.add(kind=options.kind, cases=len(chosen) * len(tiers), wrong=wrong)
     return 1 if wrong else 0

@@ -106,7 +106,7 @@ def measured(cell, data, clock, monitor):
     import peers
 
     begin = time.perf_counter()
-    with device_of(cell):
+    with device_of(cell.portable):
         able, missing = peers.sides(cell, data)
         checked = time.perf_counter()
         times, paces, failed = clock.compare(able)
@@ -147,7 +147,7 @@ def kernels_of(cell):
     options = Options(causal=cell.causal, window=window, precision=cell.precision)
     try:
         problem, _ = describe(q, k, v, options)
-        with device_of(cell):
+        with device_of(cell.portable):
             return units_of(make_plan(cell.direction, problem, device.gpu(0)))
     except Exception as error:
         say(f"{cell.name}: no plan, {reason(error)}")

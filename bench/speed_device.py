@@ -1,4 +1,4 @@
-"""Which GPU the planner sees while a cell is measured."""
+"""Which GPU the planner sees while a call is measured or checked."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,10 +14,10 @@ def _without_wgmma(number):
 
 
 @contextmanager
-def device_of(cell):
-    """Within the context, plans for a portable cell are made without the kernels of one GPU."""
+def device_of(portable):
+    """Within the context, `portable` plans are made without the kernels of one GPU alone."""
     original = device.gpu
-    if cell.portable:
+    if portable:
         _without_wgmma(0)               # while `gpu` is still the original
         device.gpu = _without_wgmma
     try:

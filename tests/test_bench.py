@@ -201,7 +201,7 @@ def test_portable_cells_are_planned_without_wgmma(monkeypatch):
     ours, portable = (select([family])[0] for family in ("16-bit", "portable"))
     assert portable.name == f"{ours.name}-portable" and portable.problem == ours.problem
     for cell, wgmma in ((ours, True), (portable, False), (ours, True)):
-        with device_of(cell):
+        with device_of(cell.portable):
             assert device.gpu(0).wgmma is wgmma
             assert device.gpu(0) is device.gpu(0)
     _without_wgmma.cache_clear()
