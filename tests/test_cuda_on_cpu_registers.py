@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler o
 
 # Two warps of 16 rows each; a fragment of keys.
 # Waits and barriers of the kernel.
-PLACES = 11
+PLACES = 13
 SMALL = Row(32, 16, 2, 256, "of a test")
 # Two warps on each 16 rows.
 PAIRS = Row(32, 32, 4, 256, "of a test", pairs=True)
@@ -129,6 +129,15 @@ def test_tiles(kind, row, d, d_v):
     x = inputs(Case("tile", Nq=141, Nk=170, Hq=2, Hk=1, d=d, d_v=d_v, causal=True, dtype=dtype,
                     precision=precision, data="mean1"))
     check("tile", kind, x, row)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 40), (3, 33, 40), (1, 32, 20)], ids=str)
+def test_every_tile_of_many_sequences_has_its_turn(sizes):
+    """Causal tiles are taken in groups of 32 sequences, of which the last may be smaller."""
+    B, H, N = sizes
+    x = inputs(Case("turns", Nq=N, Nk=N, B=B, Hq=H, Hk=H, d=16, d_v=16, causal=True,
+                    dtype="bfloat16"))
+    check("turns", "bfloat16", x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -236,17 +245,19 @@ def test_offsets_beyond_32_bits():
 # Barriers and waits left out.
 
 KEEPING = SMALL._replace(keep_Q=True)
-FAULTY = {"bfloat16": KEEPING, "float16": PAIRS, "tf32": SMALL}
+# Kind, tiles, and dtype of the results.
+FAULTY = (("bfloat16", KEEPING, None), ("float16", PAIRS, None), ("tf32", SMALL, None),
+          ("float16", SMALL, np.float32))
 
 
-def results(kind, **options):
+def results(kind, row, out_dtype, **options):
     """What the kernel writes, or None if it did not come to its end; the places of its waits."""
     dtype, precision = KINDS[kind]
     x = inputs(Case("waits", Nq=75, Nk=69, B=2, Hq=2, Hk=1, d=20, d_v=20, scale=3.0, dtype=dtype,
                     precision=precision, kv_lens=(69, 0)))
-    gpu = fibers(FAULTY[kind], grid=1, **options)
+    gpu = fibers(row, grid=1, **options)
     try:
-        got = [a.tobytes() for a in gpu.forward(x.q, x.k, x.v, **x.options)]
+        got = [a.tobytes() for a in gpu.forward(x.q, x.k, x.v, out_dtype=out_dtype, **x.options)]
     except KernelError:
         return None, ()
     return got, gpu.barriers["forward_registers"]
@@ -255,12 +266,12 @@ def results(kind, **options):
 def test_every_barrier_and_wait_is_needed():
     """Left out, each shows in some kind: the first wait where Q is rounded, for example."""
     left = set()
-    for kind in FAULTY:
-        left |= set(results(kind)[1])
+    for faulty in FAULTY:
+        left |= set(results(*faulty)[1])
     assert len(left) == PLACES
-    for kind in FAULTY:
-        want, places = results(kind)
+    for faulty in FAULTY:
+        want, places = results(*faulty)
         for place in left & set(places):
-            if any(results(kind, seed=seed, skip=place)[0] != want for seed in range(1, 7)):
+            if any(results(*faulty, seed=seed, skip=place)[0] != want for seed in range(1, 7)):
                 left.discard(place)
     assert left == set()

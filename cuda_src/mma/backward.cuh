@@ -6,6 +6,7 @@
 // which is added to sums in global memory.
 #pragma once
 
+#include "../tile/order.cuh"
 #include "roles.cuh"
 
 namespace cf {
@@ -154,9 +155,9 @@ CF_DEVICE void backward_fused(const BackwardParams& p) {
   const FusedTiles<Config> t(memory);
   const int64 tiles = ceil_div(p.Nk, int64(Config::Bc));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
-    const int64 tile = task % tiles, sequence = task / tiles;   // the longest causal keys first
-    fused_keys<Config>(p, t, sequence / p.heads_k, sequence % p.heads_k, tile * Config::Bc,
-                       memory);
+    const Turn turn = turn_of(p, task, tiles);          // the first causal keys are seen most
+    fused_keys<Config>(p, t, turn.sequence / p.heads_k, turn.sequence % p.heads_k,
+                       turn.tile * Config::Bc, memory);
     __syncthreads();                                    // the memory is free for the next task
   }
 }

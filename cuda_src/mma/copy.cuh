@@ -77,8 +77,9 @@ CF_DEVICE uint64 copy_start(const Tensor& t, uint64 base, int64 row0) {
 
 // Starts to copy the thread's part of a tile [height, width], from its `copy_start` to its
 // `copy_place`, of an array that can be copied whole. Rows before `begin` and from `count` on, and
-// columns from `columns` on, become zero. Elements arrive as they are: see `round_tile`.
-template <typename Config, int height, int width, int pitch>
+// columns from `columns` on, become zero; `all`: there are no such rows. Elements arrive as they are:
+// see `round_tile`.
+template <typename Config, int height, int width, int pitch, bool all = false>
 CF_DEVICE void copy_rows(ptx::Shared to, const Tensor& t, uint64 from, int begin, int count,
                          int columns) {
   using T = typename Config::element;
@@ -94,19 +95,34 @@ CF_DEVICE void copy_rows(ptx::Shared to, const Tensor& t, uint64 from, int begin
     for (int j = 0; j < Grid::columns; ++j) {
       const int c = j * Grid::across * Grid::elements;
       ptx::copy_16_bytes(to + (i * Grid::step * pitch + c) * size, from + c * size,
-                         first + i * Grid::step < real && Grid::column() + c < columns);
+                         (all || first + i * Grid::step < real) && Grid::column() + c < columns);
     }
     from += Grid::step * t.n;
   }
 }
 
-// The same of packed rows of the heads that start at `base`, and of any rows. group: query heads of
-// a key head, 1 for keys and values.
+// The same of packed rows of the heads that start at `base`.
+template <typename Config, int height, int width, int pitch>
+CF_DEVICE void copy_packed_rows(typename Config::element* tile, const Tensor& t, uint64 base,
+                                const PackedRows& packed, int begin, int count, int columns) {
+  using T = typename Config::element;
+  using Grid = ChunkGrid<Config, height, width>;
+#pragma unroll 1
+  for (int r = Grid::row(); r < height; r += Grid::step) {
+    const uint64 from = base + packed.offset(t, r);
+#pragma unroll
+    for (int j = 0; j < Grid::columns; ++j) {
+      const int c = Grid::column() + j * Grid::across * Grid::elements;
+      ptx::copy_16_bytes(ptx::Shared(tile) + (r * pitch + c) * int(sizeof(T)),
+                         from + c * int(sizeof(T)), r >= begin && r < count && c < columns);
+    }
+  }
+}
+
+// The same of any rows. group: query heads of a key head, 1 for keys and values.
 template <typename Config, int height, int width, int pitch>
 CF_DEVICE void copy_tile(typename Config::element* tile, const Tensor& t, uint64 base, int64 row0,
                          int begin, int count, int columns, int64 group, int64 vector_bytes) {
-  using T = typename Config::element;
-  using Grid = ChunkGrid<Config, height, width>;
   if (!copies_whole<Config>(t, vector_bytes)) {
     copy_tile_slowly<Config, height, width, pitch>(tile, t, base, row0, begin, count, columns,
                                                    group, int(vector_bytes));
@@ -115,17 +131,8 @@ CF_DEVICE void copy_tile(typename Config::element* tile, const Tensor& t, uint64
                                             copy_start<Config, height, width>(t, base, row0), begin,
                                             count, columns);
   } else {
-    const PackedRows packed(row0, group);
-#pragma unroll 1
-    for (int r = Grid::row(); r < height; r += Grid::step) {
-      const uint64 from = base + packed.offset(t, r);
-#pragma unroll
-      for (int j = 0; j < Grid::columns; ++j) {
-        const int c = Grid::column() + j * Grid::across * Grid::elements;
-        ptx::copy_16_bytes(ptx::Shared(tile) + (r * pitch + c) * int(sizeof(T)),
-                           from + c * int(sizeof(T)), r >= begin && r < count && c < columns);
-      }
-    }
+    copy_packed_rows<Config, height, width, pitch>(tile, t, base, PackedRows(row0, group), begin,
+                                                   count, columns);
   }
 }
 

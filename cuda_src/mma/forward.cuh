@@ -3,6 +3,7 @@
 // Dao, "FlashAttention-2" (2023), algorithm 1.
 #pragma once
 
+#include "../tile/order.cuh"
 #include "../tile/split.cuh"
 #include "forward_warp.cuh"
 #include "store.cuh"
@@ -36,7 +37,7 @@ CF_DEVICE void store_lse(const ForwardWarp<Config>& warp, const Tensor& lse, dou
 }
 
 // out and lse of the warp's rows; those that see nothing, and those behind q_lens, become 0. count:
-// rows of the tile that exist in the arrays. 16-bit rows go by way of the warp's part of Q.
+// rows of the tile that exist in the arrays. They go by way of the warp's part of Q.
 template <typename Config>
 CF_DEVICE void store_warp(ForwardWarp<Config>& warp, const ForwardRegistersTiles<Config>& t,
                           const Params& p, const Tensor& out, const Tensor& lse, const Rows& rows,
@@ -44,104 +45,140 @@ CF_DEVICE void store_warp(ForwardWarp<Config>& warp, const ForwardRegistersTiles
   using U = typename Config::element;
   using T = accumulator<U>;
   using Traits = ForwardRegistersTraits<Config>;
-  constexpr int pitch = Traits::pitch;
+  constexpr int pitch = Traits::pitch_Q, width = 16 * Traits::columns;
   const int row0 = t.row0(), column0 = t.column0(), columns = int(p.d_v) - column0;
+  const int rows_left = count - row0;
   const uint64 base = rows.base(out) + column0 * out.c;
-  const bool staged = sizeof(U) == 2 && Config::d_v <= Config::d && out.kind != FLOAT32;
-  U* const stage = t.Q + row0 * pitch + column0;
   warp.join_l(t.l);
+  T factor[2 * Traits::fragments];
 #pragma unroll
-  for (int i = 0; i < 2 * warp.fragments; ++i) {
-    const int r = i * 8 + lane_row();
-    const T l = row0 + r < rows.rows ? warp.softmax.l[i / 2][i % 2] : T(0);
-    const T factor = l != T(0) ? reciprocal<U>(l) : T(0);
-    if (staged) {
-      if constexpr (sizeof(U) == 2) {
-        stage_row<Config>(stage + r * pitch, warp.acc[i / 2], i % 2, factor);
-      }
-    } else if (row0 + r < count) {
-      const uint64 row = base + rows.packed.offset(out, row0 + r);
-      if (sizeof(U) == sizeof(T) || out.kind == FLOAT32) {
-        store_row<T, Config>(warp.acc[i / 2], i % 2, factor, out, row, columns);
-      } else {
-        store_row<U, Config>(warp.acc[i / 2], i % 2, factor, out, row, columns);
+  for (int i = 0; i < 2 * Traits::fragments; ++i) {
+    const T l = row0 + i * 8 + lane_row() < rows.rows ? warp.softmax.l[i / 2][i % 2] : T(0);
+    factor[i] = l != T(0) ? reciprocal<U>(l) : T(0);
+  }
+  forget_unseen_rows<Config>(warp.acc, factor);
+  U* const part = t.Q + row0 * pitch;
+  if (sizeof(U) == 2 && out.kind == FLOAT32) {
+    if constexpr (sizeof(U) == 2) {
+      // Such rows are twice as long: half of them at a time.
+      float* const stage = reinterpret_cast<float*>(part) + column0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < Traits::fragments; ++i) {
+          stage_row<float, Config>(stage + (i * 8 + lane_row()) * pitch + lane_column(),
+                                   warp.acc[i], half, factor[2 * i + half]);
+        }
+        __syncwarp();
+        store_staged<Traits::rows / 2, width, pitch, true>(
+            stage, out, base, rows.packed, row0 + 8 * half, rows_left - 8 * half, columns);
+        __syncwarp();
       }
     }
-  }
-  if (staged) {
+  } else {
+    U* const stage = part + column0;
+#pragma unroll
+    for (int i = 0; i < 2 * Traits::fragments; ++i) {
+      stage_row<U, Config>(stage + (i * 8 + lane_row()) * pitch + lane_column(), warp.acc[i / 2],
+                           i % 2, factor[i]);
+    }
     __syncwarp();
-    store_staged<Traits::rows, 16 * Traits::columns, pitch>(
-        stage, out, base, rows.packed, row0, min(count - row0, Traits::rows), columns);
+    store_staged<Traits::rows, width, pitch>(stage, out, base, rows.packed, row0, rows_left,
+                                             columns);
   }
   if (lse.address != 0 && t.part() == 0) store_lse(warp, lse, p.scale, rows, count);
 }
 
-// What the walk over the keys of one task needs to know.
-template <typename Config>
+// What a task is, beside the loop over tiles that all rows see whole: it lies in memory, for that
+// loop leaves no registers.
 struct ForwardTask {
+  Rows rows;
+  TileKeys keys;
+  SeenKeys seen, own;              // by the block's rows and by the warp's
+  uint64 k_base, v_base;
+  int64 split;
+};
+
+// The walk over the keys of one task.
+template <typename Config>
+struct ForwardWalk {
   using Traits = ForwardRegistersTraits<Config>;
+  using Warp = ForwardWarp<Config>;
+  static constexpr int Bc = Config::Bc;
   const ForwardParams& p;
   const ForwardRegistersTiles<Config>& t;
-  const Rows& rows;
-  const TileKeys& keys;
-  SeenKeys seen;                   // by the warp's rows
-  uint64 k_base, v_base;
+  const ForwardTask& task;
   ptx::Shared k_place, v_place;    // of the thread's copies
-  int first, last;                 // keys that the block's rows see
-  bool whole;                      // rows can be copied 16 bytes at a time
 
-  CF_DEVICE uint64 start_K(int key0) const {
-    return copy_start<Config, Config::Bc, Config::d>(p.k, k_base, key0);
+  CF_DEVICE ForwardWalk(const ForwardParams& p_, const ForwardRegistersTiles<Config>& t_,
+                        const ForwardTask& task_)
+      : p(p_),
+        t(t_),
+        task(task_),
+        k_place(copy_place<Config, Bc, Config::d, Traits::pitch>(t.K).kept()),
+        v_place(copy_place<Config, Bc, Config::d_v, Traits::pitch_v>(t.V).kept()) {}
+
+  CF_DEVICE uint64 start_K(const ForwardTask& of, int key0) const {
+    return copy_start<Config, Bc, Config::d>(p.k, of.k_base, key0);
   }
   CF_DEVICE uint64 start_V(int key0) const {
-    return copy_start<Config, Config::Bc, Config::d_v>(p.v, v_base, key0);
+    return copy_start<Config, Bc, Config::d_v>(p.v, task.v_base, key0);
   }
-  CF_DEVICE void copy_K(int key0) const {
-    constexpr int Bc = Config::Bc, d = Config::d;
-    if (whole) {
-      copy_rows<Config, Bc, d, Traits::pitch>(k_place, p.k, start_K(key0), first - key0,
-                                              last - key0, int(p.d));
+  // of: the task, wherever it is at hand.
+  CF_DEVICE void copy_K(const ForwardTask& of, int key0) const {
+    const int first = of.seen.first - key0, end = of.seen.end - key0;
+    if (p.vector_bytes == 16) {
+      copy_rows<Config, Bc, Config::d, Traits::pitch>(k_place, p.k, start_K(of, key0), first, end,
+                                                      int(p.d));
     } else {
-      copy_tile_slowly<Config, Bc, d, Traits::pitch>(t.K, p.k, k_base, key0, first - key0,
-                                                     last - key0, int(p.d), 1, int(p.vector_bytes));
+      copy_tile_slowly<Config, Bc, Config::d, Traits::pitch>(t.K, p.k, of.k_base, key0, first, end,
+                                                             int(p.d), 1, int(p.vector_bytes));
     }
   }
   CF_DEVICE void copy_V(int key0) const {
-    constexpr int Bc = Config::Bc, d_v = Config::d_v;
-    if (whole) {
-      copy_rows<Config, Bc, d_v, Traits::pitch_v>(v_place, p.v, start_V(key0), first - key0,
-                                                  last - key0, int(p.d_v));
+    const int first = task.seen.first - key0, end = task.seen.end - key0;
+    if (p.vector_bytes == 16) {
+      copy_rows<Config, Bc, Config::d_v, Traits::pitch_v>(v_place, p.v, start_V(key0), first, end,
+                                                          int(p.d_v));
     } else {
-      copy_tile_slowly<Config, Bc, d_v, Traits::pitch_v>(
-          t.V, p.v, v_base, key0, first - key0, last - key0, int(p.d_v), 1, int(p.vector_bytes));
+      copy_tile_slowly<Config, Bc, Config::d_v, Traits::pitch_v>(
+          t.V, p.v, task.v_base, key0, first, end, int(p.d_v), 1, int(p.vector_bytes));
     }
   }
+
+  // Where the plain tiles from key0 on end: all rows see all of their keys, and they and the K that
+  // is copied during the last of them can be copied whole.
+  CF_DEVICE int plain_end(int key0) const {
+    if (p.vector_bytes != 16 || key0 < task.seen.inner_first) return key0;
+    return min(task.seen.inner_end, task.seen.end - Bc);
+  }
+
   // One tile of keys; its K is on the way, and so is the next one's K when this returns.
-  // plain: a tile that all rows of the block see, of arrays that can be copied whole: this V and
-  // the next K from the addresses given, which the caller has at hand when the barriers open.
+  // plain: see `plain_end`; this V and the next K come from the addresses given, which the caller
+  // has at hand when the barriers open.
   template <bool plain>
-  CF_DEVICE void step(ForwardWarp<Config>& warp, int key0, uint64 k_from, uint64 v_from) const {
-    constexpr int Bc = Config::Bc;
-    typename ForwardWarp<Config>::S scores;
+  CF_DEVICE void step(Warp& warp, int key0, uint64 k_from, uint64 v_from) const {
+    typename Warp::S scores;
     ptx::wait_for_copies<0>();
     round_tile<Config, Bc, Config::d, Traits::pitch>(t.K);
-    __syncthreads();                                    // K is there (first also Q); V may go
+    __syncthreads();                                    // K is there; V may go
     if constexpr (plain) {
-      copy_rows<Config, Bc, Config::d_v, Traits::pitch_v>(v_place, p.v, v_from, 0, Bc, int(p.d_v));
+      copy_rows<Config, Bc, Config::d_v, Traits::pitch_v, true>(v_place, p.v, v_from, 0, Bc,
+                                                                int(p.d_v));
     } else {
       copy_V(key0);
     }
     ptx::close_copies();
-    const bool any = plain || seen.any(key0, Bc);
+    const bool any = plain || task.own.any(key0, Bc);
     if (any) warp.multiply_keys(scores);
-    if (!plain && any && !seen.all(key0, Bc)) {
-      if (key0 >= seen.inner_first) {
-        warp.template hide<false>(scores, keys, rows, key0);
+    if (!plain && any && !task.own.all(key0, Bc)) {
+      if (key0 >= task.own.inner_first) {
+        warp.template hide<false>(scores, task.keys, task.rows, key0);
       } else {
-        warp.template hide<true>(scores, keys, rows, key0);
+        warp.template hide<true>(scores, task.keys, task.rows, key0);
       }
     }
-    typename ForwardWarp<Config>::Top top;
+    typename Warp::Top top;
     bool moves = false;
     if constexpr (Traits::parts == 2) moves = warp.softmax.find_top(scores, any, top);
     ptx::wait_for_copies<0>();
@@ -153,13 +190,10 @@ struct ForwardTask {
     } else {
       __syncthreads();
     }
-    if (key0 + Bc < last) {
-      if constexpr (plain) {
-        copy_rows<Config, Bc, Config::d, Traits::pitch>(k_place, p.k, k_from, 0, last - key0 - Bc,
-                                                        int(p.d));
-      } else {
-        copy_K(key0 + Bc);
-      }
+    if constexpr (plain) {
+      copy_rows<Config, Bc, Config::d, Traits::pitch, true>(k_place, p.k, k_from, 0, Bc, int(p.d));
+    } else if (key0 + Bc < task.seen.end) {
+      copy_K(task, key0 + Bc);
     }
     ptx::close_copies();
     if constexpr (Traits::parts == 1) {
@@ -172,6 +206,26 @@ struct ForwardTask {
     }
     if (any) warp.finish_tile(scores, t);
   }
+
+  // All tiles from key0 on.
+  CF_DEVICE void walk(Warp& warp, int key0) const {
+    while (key0 < task.seen.end) {
+      const int stop = plain_end(key0);
+      if (key0 + Bc > stop) {
+        step<false>(warp, key0, 0, 0);
+        key0 += Bc;
+        continue;
+      }
+      uint64 k_from = start_K(task, key0 + Bc), v_from = start_V(key0);
+#pragma unroll 1
+      do {
+        step<true>(warp, key0, k_from, v_from);
+        key0 += Bc;
+        k_from += Bc * p.k.n;
+        v_from += Bc * p.v.n;
+      } while (key0 + Bc <= stop);
+    }
+  }
 };
 
 // The packed rows row0 ... row0 + Br of one key head, over the keys of one split.
@@ -183,55 +237,38 @@ CF_DEVICE void forward_registers_tile(const ForwardParams& p,
   using Sum = typename ForwardWarp<Config>::F::Sum;
   constexpr int Br = Config::Br, Bc = Config::Bc;
   const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Br);
-  const bool whole = p.vector_bytes == 16;
-  if (whole && p.group == 1) {
-    copy_rows<Config, Br, Config::d, Traits::pitch>(
-        copy_place<Config, Br, Config::d, Traits::pitch>(t.Q), p.q,
+  const TileKeys keys(p, rows, split * p.split_keys, (split + 1) * p.split_keys);
+  const ForwardTask known = {rows, keys, SeenKeys(keys, rows, 0, Br),
+                             SeenKeys(keys, rows, t.row0(), Traits::rows),
+                             p.k.address + b * p.k.b + head_k * p.k.h,
+                             p.v.address + b * p.v.b + head_k * p.v.h, split};
+  ForwardTask task = known;
+  ptx::keep_in_memory(task);       // before there are copies to wait behind
+  if (p.vector_bytes != 16) {
+    copy_tile_slowly<Config, Br, Config::d, Traits::pitch_Q>(
+        t.Q, p.q, rows.base(p.q), row0, 0, rows.rows, int(p.d), p.group, int(p.vector_bytes));
+  } else if (p.group == 1) {
+    copy_rows<Config, Br, Config::d, Traits::pitch_Q>(
+        copy_place<Config, Br, Config::d, Traits::pitch_Q>(t.Q), p.q,
         copy_start<Config, Br, Config::d>(p.q, rows.base(p.q), row0), 0, rows.rows, int(p.d));
   } else {
-    copy_tile<Config, Br, Config::d, Traits::pitch>(t.Q, p.q, rows.base(p.q), row0, 0, rows.rows,
-                                                    int(p.d), p.group, p.vector_bytes);
+    copy_packed_rows<Config, Br, Config::d, Traits::pitch_Q>(t.Q, p.q, rows.base(p.q), rows.packed,
+                                                             0, rows.rows, int(p.d));
   }
-  const TileKeys keys(p, rows, split * p.split_keys, (split + 1) * p.split_keys);
-  const SeenKeys seen(keys, rows, 0, Br);
-  const ForwardTask<Config> task = {
-      p, t, rows, keys, SeenKeys(keys, rows, t.row0(), Traits::rows),
-      p.k.address + b * p.k.b + head_k * p.k.h, p.v.address + b * p.v.b + head_k * p.v.h,
-      copy_place<Config, Bc, Config::d, Traits::pitch>(t.K).kept(),
-      copy_place<Config, Bc, Config::d_v, Traits::pitch_v>(t.V).kept(), seen.first, seen.end,
-      whole};
-  const int begin = seen.first / Bc * Bc, last = seen.end;
-  if (begin < last) task.copy_K(begin);
+  const ForwardWalk<Config> walk(p, t, task);
+  const int begin = known.seen.first / Bc * Bc;
+  const bool any = begin < known.seen.end;
+  if (any) walk.copy_K(known, begin);
   ptx::close_copies();
   ForwardWarp<Config> warp(t, p);
   ptx::wait_for_copies<0>();
-  round_tile<Config, Br, Config::d, Traits::pitch>(t.Q);
-  if (Config::keep_Q || begin >= last) __syncthreads();  // Q is there, and may go
+  round_tile<Config, Br, Config::d, Traits::pitch_Q>(t.Q);
+  if (Config::keep_Q || !any) __syncthreads();          // Q is there, and may go
   if (Config::keep_Q) warp.keep_Q();
-  int key0 = begin;
-  while (key0 < last) {
-    if (!task.whole || !seen.all(key0, Bc)) {
-      task.template step<false>(warp, key0, 0, 0);
-      key0 += Bc;
-      continue;
-    }
-    uint64 k_from = task.start_K(key0 + Bc), v_from = task.start_V(key0);
-#pragma unroll 1
-    do {
-      task.template step<true>(warp, key0, k_from, v_from);
-      key0 += Bc;
-      k_from += Bc * p.k.n;
-      v_from += Bc * p.v.n;
-    } while (key0 + Bc <= seen.inner_end);
-  }
-  const int count = int(min(p.group * p.Nq - row0, int64(Br)));
-  store_warp(warp, t, p, split_result<Sum>(p, p.out, p.out_partial, p.d_v, split),
-             split_result<Sum>(p, p.lse, p.lse_partial, 1, split), rows, count);
-}
-
-// a / b, quickly where both have 32 bits.
-CF_DEVICE int64 divide(int64 a, int64 b) {
-  return (uint64(a) | uint64(b)) >> 32 == 0 ? int64(uint32(a) / uint32(b)) : a / b;
+  walk.walk(warp, begin);
+  const int count = int(min(p.group * p.Nq - task.rows.row0, int64(Br)));
+  store_warp(warp, t, p, split_result<Sum>(p, p.out, p.out_partial, p.d_v, task.split),
+             split_result<Sum>(p, p.lse, p.lse_partial, 1, task.split), task.rows, count);
 }
 
 // Tasks: tiles of query rows of a key head, each once per split of the keys.
@@ -241,11 +278,10 @@ CF_DEVICE void forward_registers(const ForwardParams& p) {
   const ForwardRegistersTiles<Config> t(memory);
   const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
-    const int64 tile_of_all = p.splits == 1 ? task : divide(task, p.splits);
-    const int64 sequence = divide(tile_of_all, tiles);
-    const int64 split = task - tile_of_all * p.splits;
-    const int64 tile = tiles - 1 - (tile_of_all - sequence * tiles);  // longest causal rows first
-    const int64 b = divide(sequence, p.heads_k), head_k = sequence - b * p.heads_k;
+    const int64 i = p.splits == 1 ? task : divide(task, p.splits), split = task - i * p.splits;
+    const Turn turn = turn_of(p, i, tiles);
+    const int64 tile = tiles - 1 - turn.tile;           // the last causal rows see most keys
+    const int64 b = divide(turn.sequence, p.heads_k), head_k = turn.sequence - b * p.heads_k;
     forward_registers_tile<Config>(p, t, b, head_k, tile * Config::Br, split);
     __syncthreads();                                    // the memory is free for the next task
   }

@@ -17,11 +17,12 @@ struct ForwardRegistersTraits {
   static constexpr int fragments = rows / 16, keys = Config::Bc / 16 / parts;
   static constexpr int columns = Config::d_v / 16 / parts;
   static constexpr int pitch = rows_pitch<T>(Config::d), pitch_v = depth_pitch<T>(Config::d_v);
+  static constexpr int pitch_Q = rows_pitch<T>(max(Config::d, Config::d_v));   // Q, and then out
   static constexpr int pitch_P = rows_pitch<T>(Config::Bc);
   static constexpr int bytes_P = parts == 1 ? 0 : Config::Br * pitch_P * int(sizeof(T));
   static constexpr int bytes_rows = parts == 1 ? 0 : parts * Config::Br * int(sizeof(float));
   static constexpr int smem_bytes =
-      ((Config::Br + Config::Bc) * pitch + Config::Bc * pitch_v) * int(sizeof(T)) + bytes_P
+      (Config::Br * pitch_Q + Config::Bc * (pitch + pitch_v)) * int(sizeof(T)) + bytes_P
       + 2 * bytes_rows;
   static_assert(Config::d % 16 == 0 && Config::d_v % (16 * parts) == 0,
                 "d and d_v must be multiples of 16");
@@ -35,7 +36,7 @@ template <typename Config>
 struct ForwardRegistersTiles {
   using T = typename Config::element;
   using Traits = ForwardRegistersTraits<Config>;
-  T* Q;                // [Br, d]
+  T* Q;                // [Br, d], and out [Br, d_v]
   T* K;                // [Bc, d]
   T* V;                // [Bc, d_v]
   T* P;                // [Br, Bc]; in two parts only, like what follows
@@ -43,7 +44,7 @@ struct ForwardRegistersTiles {
 
   CF_DEVICE explicit ForwardRegistersTiles(unsigned char* memory) {
     Carver carver{memory};
-    Q = carver.take<T>(Config::Br * Traits::pitch * int(sizeof(T)));
+    Q = carver.take<T>(Config::Br * Traits::pitch_Q * int(sizeof(T)));
     K = carver.take<T>(Config::Bc * Traits::pitch * int(sizeof(T)));
     V = carver.take<T>(Config::Bc * Traits::pitch_v * int(sizeof(T)));
     P = carver.take<T>(Traits::bytes_P);
@@ -68,7 +69,7 @@ struct ForwardWarp {
 
   using Tiles = ForwardRegistersTiles<Config>;
 
-  ReaderA<Config, Layout::row, Traits::pitch> Q;
+  ReaderA<Config, Layout::row, Traits::pitch_Q> Q;
   ReaderB<Config, Layout::col, Traits::pitch> K;
   ReaderB<Config, Layout::row, Traits::pitch_v> V;
   typename F::A kept[fragments][Config::keep_Q ? depths : 1];
@@ -76,9 +77,9 @@ struct ForwardWarp {
   OnlineSoftmax<Config, fragments> softmax;
 
   CF_DEVICE ForwardWarp(const ForwardRegistersTiles<Config>& t, const Params& p)
-      : Q(t.Q + t.row0() * Traits::pitch),
+      : Q(t.Q + t.row0() * Traits::pitch_Q),
         K(t.K + t.key0() * Traits::pitch),
-        V(t.V + t.column0()),
+        V(t.V + t.key0() * Traits::pitch_v + t.column0()),
         acc{},
         softmax(p) {}
 
@@ -120,7 +121,8 @@ struct ForwardWarp {
 #pragma unroll
     for (int i = 0; i < 2 * fragments; ++i) {
       const int r = Tiles::row0() + i * 8 + lane_row();
-      const int first = keys_of.first_of(rows, r) - corner, end = keys_of.end_of(rows, r) - corner;
+      const KeyRange seen = keys_of.of_row(rows, r);
+      const int first = seen.first - corner, end = seen.end - corner;
 #pragma unroll
       for (int j = 0; j < keys; ++j) {
 #pragma unroll
@@ -134,9 +136,9 @@ struct ForwardWarp {
     }
   }
 
-  // From S to acc += P V, summed in acc itself. The exponentials of the next keys stand between the
-  // products of these, for the two have pipes of their own.
-  CF_DEVICE void multiply_values(S& scores) {
+  // From S to acc += P V of the warp's own keys, summed in acc itself. The exponentials of the next
+  // keys stand between the products of these, for the two have pipes of their own.
+  CF_DEVICE void multiply_values(S& scores, const Tiles& t) {
     typename OnlineSoftmax<Config, fragments>::Exponentials exponentials(softmax);
     constexpr int elements = 8 * fragments;
     exponentials.take(scores, 0, 0, elements);
@@ -145,6 +147,7 @@ struct ForwardWarp {
       typename F::A a[fragments];
 #pragma unroll
       for (int i = 0; i < fragments; ++i) a[i] = AccumulatorAsA<Config>(scores[i][j]).a[0];
+      if constexpr (Traits::parts == 2) share_P(t.P, a, j);
 #pragma unroll
       for (int n = 0; n < columns; ++n) {
         const typename F::B b = V.load(j * 16, n * 16);
@@ -185,38 +188,43 @@ struct ForwardWarp {
     }
   }
 
-  // acc += P V with the P of both parts, which lies in shared memory.
-  CF_DEVICE void multiply_values_shared(const T* P) {
-    const ReaderA<Config, Layout::row, Traits::pitch_P> reader(P + Tiles::row0() * Traits::pitch_P);
+  // acc += P V with the other part's P, which lies in shared memory.
+  CF_DEVICE void multiply_other_values(const Tiles& t) {
+    const int other = (1 - t.part()) * keys * 16;
+    const ReaderA<Config, Layout::row, Traits::pitch_P> reader(t.P + t.row0() * Traits::pitch_P
+                                                               + other);
+    const ReaderB<Config, Layout::row, Traits::pitch_v> values(t.V + other * Traits::pitch_v
+                                                               + t.column0());
 #pragma unroll
-    for (int k = 0; k < Config::Bc; k += F::depth) {
+    for (int k = 0; k < keys * 16; k += F::depth) {
       typename F::A a[fragments];
 #pragma unroll
       for (int i = 0; i < fragments; ++i) a[i] = reader.load(i * 16, k);
 #pragma unroll
       for (int n = 0; n < columns; ++n) {
-        const typename F::B b = V.load(k, n * 16);
+        const typename F::B b = values.load(k, n * 16);
 #pragma unroll
         for (int i = 0; i < fragments; ++i) mma<Config>(acc[i][n], a[i], b);
       }
     }
   }
 
-  // The warp's part of P, rounded, to where both parts read it.
-  static CF_DEVICE void share_P(T* P, const S& scores) {
-    T* const corner = P + (Tiles::row0() + lane_row()) * Traits::pitch_P + Tiles::key0()
+  // The j-th fragments of the warp's P to where the other part reads them.
+  static CF_DEVICE void share_P(T* P, const typename F::A (&a)[fragments], int j) {
+    T* const corner = P + (Tiles::row0() + lane_row()) * Traits::pitch_P + Tiles::key0() + j * 16
                       + lane_column();
 #pragma unroll
-    for (int i = 0; i < fragments * keys; ++i) {
+    for (int i = 0; i < fragments; ++i) {
 #pragma unroll
       for (int e = 0; e < 8; e += 2) {
-        const typename F::C& c = scores[i / keys][i % keys];
-        *reinterpret_cast<uint32*>(corner + (i / keys * 16 + row_step(e)) * Traits::pitch_P
-                                   + i % keys * 16 + column_step(e)) =
-            ptx::pack<T>(c.x[e], c.x[e + 1]);
+        *reinterpret_cast<uint32*>(corner + (i * 16 + row_step(e)) * Traits::pitch_P
+                                   + column_step(e)) = a[i].x[e / 2];
       }
     }
   }
+
+  // The number of the barrier at which the two parts of the same rows meet.
+  static CF_DEVICE int meeting() { return 1 + warp_id() / 2; }
 
   // What the other part's warp says of the same rows; the four lanes of a row say the same.
   CF_DEVICE void exchange(float* said, float (&x)[fragments][2]) const {
@@ -226,7 +234,7 @@ struct ForwardWarp {
         said[Tiles::part() * Config::Br + Tiles::row0() + i * 8 + lane_row()] = x[i / 2][i % 2];
       }
     }
-    __syncthreads();                                    // all rows have said it
+    ptx::barrier(meeting(), 64);                        // the other part has said it
 #pragma unroll
     for (int i = 0; i < 2 * fragments; ++i) {
       x[i / 2][i % 2] = said[(1 - Tiles::part()) * Config::Br + Tiles::row0() + i * 8 + lane_row()];
@@ -275,16 +283,15 @@ struct ForwardWarp {
 
   // From scores to acc, once V is there.
   CF_DEVICE void finish_tile(S& scores, const Tiles& t) {
-    if constexpr (Traits::parts == 2) {
-      softmax.exponentials(scores);
-      share_P(t.P, scores);
-      ptx::barrier(1 + warp_id() / 2, 64);              // both parts of P are there
-      multiply_values_shared(t.P);
-    } else if constexpr (fresh_sums<Config>()) {
+    if constexpr (fresh_sums<Config>()) {
       softmax.exponentials(scores);
       multiply_values_apart(scores);
     } else {
-      multiply_values(scores);
+      multiply_values(scores, t);
+    }
+    if constexpr (Traits::parts == 2) {
+      ptx::barrier(meeting(), 64);                      // the other part's P is there
+      multiply_other_values(t);
     }
   }
 };

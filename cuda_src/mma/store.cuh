@@ -27,88 +27,81 @@ CF_DEVICE accumulator<Element> reciprocal(accumulator<Element> x) {
   }
 }
 
-// factor * x; 0 where the factor is 0, since x may then be a NaN of neighbours.
-template <typename T>
-CF_DEVICE T scaled(T x, T factor) {
-  return factor != T(0) ? x * factor : T(0);
+// Makes rows 0 whose factor is 0: they may hold NaNs of neighbours. Few warps have any.
+template <typename Config, int fragments, int columns>
+CF_DEVICE void forget_unseen_rows(typename Fragments<Config>::C (&acc)[fragments][columns],
+                                  const typename Fragments<Config>::Sum (&factor)[2 * fragments]) {
+  bool some = false;
+#pragma unroll
+  for (int i = 0; i < 2 * fragments; ++i) some = some || factor[i] == 0;
+  if (!__any_sync(0xFFFFFFFF, some)) return;
+#pragma unroll
+  for (int i = 0; i < fragments; ++i) {
+#pragma unroll
+    for (int x = 0; x < 8 * columns; ++x) {
+      if (factor[2 * i + row_step(x % 8) / 8] == 0) acc[i][x / 8].x[x % 8] = 0;
+    }
+  }
 }
 
-// The 8 i-th row of accumulators, times `factor`, to the memory of elements U that starts at `row`.
-template <typename U, typename Config, int columns>
-CF_DEVICE void store_row(const typename Fragments<Config>::C (&acc)[columns], int half,
-                         typename Fragments<Config>::Sum factor, const Tensor& t, uint64 row,
-                         int width) {
-  const bool pairs = in_pieces(t, sizeof(U), width, 2 * sizeof(U));
+// One row of a lane's accumulators, times `factor`, as elements V into a row of a tile.
+template <typename V, typename Config, int columns>
+CF_DEVICE void stage_row(V* row, const typename Fragments<Config>::C (&acc)[columns], int half,
+                         typename Fragments<Config>::Sum factor) {
 #pragma unroll
   for (int n = 0; n < columns; ++n) {
 #pragma unroll
     for (int e = 0; e < 8; e += 2) {
       if (row_step(e) != 8 * half) continue;
-      const int c = n * 16 + lane_column() + column_step(e);
-      const Pair<U> x = {narrow<U>(scaled(acc[n].x[e], factor)),
-                         narrow<U>(scaled(acc[n].x[e + 1], factor))};
-      if (pairs && c < width) {
-        at<Pair<U>>(row + c * sizeof(U)) = x;
+      V* const place = row + n * 16 + column_step(e);
+      if constexpr (sizeof(V) == 2) {
+        *reinterpret_cast<uint32*>(place) = ptx::pack<V>(acc[n].x[e] * factor,
+                                                         acc[n].x[e + 1] * factor);
       } else {
-        if (c < width) at<U>(row + c * t.c) = x.x[0];
-        if (c + 1 < width) at<U>(row + (c + 1) * t.c) = x.x[1];
+        *reinterpret_cast<Pair<V>*>(place) = {acc[n].x[e] * factor, acc[n].x[e + 1] * factor};
       }
     }
   }
 }
 
-// One row of accumulators of a 16-bit kind, times `factor`, rounded, into a row of a tile.
-template <typename Config, int columns>
-CF_DEVICE void stage_row(typename Config::element* tile_row,
-                         const typename Fragments<Config>::C (&acc)[columns], int half,
-                         float factor) {
-#pragma unroll
-  for (int n = 0; n < columns; ++n) {
-#pragma unroll
-    for (int e = 0; e < 8; e += 2) {
-      if (row_step(e) != 8 * half) continue;
-      const uint32 word = ptx::pack<typename Config::element>(scaled(acc[n].x[e], factor),
-                                                              scaled(acc[n].x[e + 1], factor));
-      *reinterpret_cast<uint32*>(tile_row + n * 16 + lane_column() + column_step(e)) = word;
-    }
-  }
-}
-
-// The rows 0 ... count of a warp's part [height, width] of a tile to memory. The first of them is
-// packed row `row0` of the heads that start at `base`; `columns` of them exist.
-template <int height, int width, int pitch, typename T>
-CF_DEVICE void store_staged(const T* tile, const Tensor& t, uint64 base, const PackedRows& packed,
+// A warp's part [height, width] of a tile to memory. Its row r is packed row row0 + r of the heads
+// that start at `base`; apart: eight rows lie together, the next eight are 16 rows on. Rows from
+// `count` on and columns from `columns` on do not exist.
+template <int height, int width, int pitch, bool apart = false, typename V>
+CF_DEVICE void store_staged(const V* tile, const Tensor& t, uint64 base, const PackedRows& packed,
                             int row0, int count, int columns) {
-  constexpr int elements = 16 / int(sizeof(T)), chunks = width / elements;
+  constexpr int elements = 16 / int(sizeof(V)), chunks = width / elements;
   constexpr int across = min(chunks & -chunks, 32), step = 32 / across;
   const int r0 = lane_id() / across, c0 = lane_id() % across * elements;
-  const bool whole = in_pieces(t, sizeof(T), columns, 16);
-  if (!whole || packed.group != 1) {
+  const bool whole = in_pieces(t, sizeof(V), columns, 16);
+  if (apart || !whole || packed.group != 1) {
 #pragma unroll 1
-    for (int r = r0; r < count; r += step) {
+    for (int i = r0; i < height; i += step) {
+      const int r = apart ? i + i / 8 * 8 : i;
+      if (r >= count) break;
       const uint64 row = base + packed.offset(t, row0 + r);
 #pragma unroll 1
       for (int c = c0; c < min(width, columns); c += across * elements) {
-        const T* const from = tile + r * pitch + c;
+        const V* const from = tile + i * pitch + c;
         if (whole) {
-          at<Chunk>(row + c * int(sizeof(T))) = *reinterpret_cast<const Chunk*>(from);
+          at<Chunk>(row + c * int(sizeof(V))) = *reinterpret_cast<const Chunk*>(from);
           continue;
         }
 #pragma unroll 1
         for (int x = 0; x < min(elements, columns - c); ++x) {
-          at<T>(row + (c + x) * t.c) = from[x];
+          at<V>(row + (c + x) * t.c) = from[x];
         }
       }
     }
     return;
   }
-  uint64 to = base + packed.offset(t, row0 + r0) + c0 * int(sizeof(T));
+  uint64 to = base + packed.offset(t, row0 + r0) + c0 * int(sizeof(V));
 #pragma unroll
   for (int i = 0; i < height; i += step) {
 #pragma unroll
     for (int j = 0; j < width; j += across * elements) {
       if (r0 + i < count && c0 + j < columns) {
-        at<Chunk>(to + j * int(sizeof(T))) =
+        at<Chunk>(to + j * int(sizeof(V))) =
             *reinterpret_cast<const Chunk*>(tile + (r0 + i) * pitch + c0 + j);
       }
     }

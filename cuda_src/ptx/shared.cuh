@@ -14,6 +14,13 @@ CF_DEVICE int opaque(int x) {
   return x;
 }
 
+// Keeps x in the thread's own memory from here on, and in no registers: each part of it is loaded
+// where it is used.
+template <typename T>
+CF_DEVICE void keep_in_memory(T& x) {
+  asm volatile("" : : "l"(&x) : "memory");
+}
+
 // A place in shared memory. Sums with constants end up inside the instructions.
 struct Shared {
   uint32 address;

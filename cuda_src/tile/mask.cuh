@@ -14,6 +14,11 @@ struct Range {
   int64 first, end;
 };
 
+// Lengths within one sequence fit in 32 bits.
+struct KeyRange {
+  int first, end;
+};
+
 // One tile of packed rows of one sequence: everything that its tiles of scores share.
 struct Rows {
   int64 b, head0, row0;  // batch entry, first query head, first packed row
@@ -97,10 +102,10 @@ struct TileKeys {
     end = int(min(max(position + p.right + 1, -far), int64(high)));
   }
   CF_DEVICE int cut(int key) const { return min(max(key, low), high); }
-  CF_DEVICE int first_of(const Rows& rows, int r) const {
-    return cut(first + rows.packed.queries(r));
+  CF_DEVICE KeyRange of_query(int query) const { return {cut(first + query), cut(end + query)}; }
+  CF_DEVICE KeyRange of_row(const Rows& rows, int r) const {
+    return of_query(rows.packed.queries(r));
   }
-  CF_DEVICE int end_of(const Rows& rows, int r) const { return cut(end + rows.packed.queries(r)); }
 };
 
 // The keys that some rows of a tile see: any of them, and all of them.
@@ -112,20 +117,16 @@ struct SeenKeys {
       : first(0), end(0), inner_first(0), inner_end(0) {
     const int last = min(r + count, rows.rows) - 1;
     if (last < r) return;
-    first = keys.first_of(rows, r);
-    end = keys.end_of(rows, last);
-    inner_first = keys.first_of(rows, last);
-    inner_end = keys.end_of(rows, r);
+    const KeyRange top = keys.of_row(rows, r), bottom = keys.of_row(rows, last);
+    first = top.first;
+    end = bottom.end;
+    inner_first = bottom.first;
+    inner_end = top.end;
   }
   CF_DEVICE bool any(int key0, int Bc) const { return key0 < end && key0 + Bc > first; }
   CF_DEVICE bool all(int key0, int Bc) const {
     return key0 >= inner_first && key0 + Bc <= inner_end;
   }
-};
-
-// Lengths within one sequence fit in 32 bits.
-struct KeyRange {
-  int first, end;
 };
 
 // ranges[r] = the keys that row r sees; none if it is not a real one.

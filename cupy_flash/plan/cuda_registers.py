@@ -36,7 +36,8 @@ class Row(NamedTuple):
 # The first row that fits is taken.
 ROWS = {
     "16-bit": (
-        Row(128, 64, 4, 64, "32 rows a warp: each fragment of K and V feeds two products"),
+        Row(128, 64, 4, 64, "each fragment of K and V feeds two products; Q in registers",
+            keep_Q=True),
         Row(128, 48, 4, 128, "32 rows a warp, few keys beside the wide accumulator"),
         Row(128, 64, 8, 256, "a wide d_v: two warps share 32 rows, each has half the columns",
             blocks=1, pairs=True),
@@ -109,7 +110,7 @@ def smem_bytes(config):
     itemsize = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[config.element]
     d, d_v, Br, Bc = config.d, config.d_v, config.Br, config.Bc
     pad = 8 if itemsize == 2 else 4
-    tiles = ((Br + Bc) * (d + pad) + Bc * (d_v + 16 // itemsize)) * itemsize
+    tiles = (Br * (max(d, d_v) + pad) + Bc * (d + pad + d_v + 16 // itemsize)) * itemsize
     shared_rows = 0
     if dict(config.constants)["pairs"]:                 # P, and what two warps say of their rows
         shared_rows = Br * (Bc + pad) * itemsize + 2 * 2 * Br * 4

@@ -8,6 +8,8 @@
 namespace cf::ptx {
 
 inline int opaque(int x) { return x; }
+template <typename T>
+inline void keep_in_memory(T&) {}
 
 struct Shared {
   unsigned char* place;
