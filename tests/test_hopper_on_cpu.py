@@ -16,12 +16,12 @@ TWO, THREE = Row(128, 32, 256, 256, "of a test"), Row(192, 16, 256, 256, "of a t
 TABLE = [x for x in FEATURES
          if not (x.mask or x.bias or x.d % 8 or (x.d_v or 8) % 8) and x.Nk < 1000]
 # All that keeps one warp from running ahead of another, with the row, keys and head dim of a case
-# that needs it: `work_empty` where a work has one key tile, `q_empty` where there is room for one
-# tile of Q only. The turns of the consumers are not among them: they change when products run, not
-# what comes out.
+# that needs it: `q_empty` where there is room for one tile of Q only. `work_empty` is not among
+# them: whoever waits for a place of Q does not come that far; nor are the turns of the consumers:
+# they change when products run, not what comes out.
 WAITS = {"q_full": (TWO, 140, 32), "k_full": (TWO, 140, 32), "v_full": (TWO, 140, 32),
          "k_empty": (TWO, 140, 32), "v_empty": (TWO, 140, 32), "work_full": (TWO, 140, 32),
-         "work_empty": (TWO, 30, 32), "q_empty": (Row(128, 80, 256, 256, "of a test"), 160, 256)}
+         "q_empty": (Row(128, 80, 256, 256, "of a test"), 160, 256)}
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ struct HopperForwardParams : ForwardParams {
   float lazy_2;      // the lazy threshold as a power of 2
   float qk_scale;    // with `features` scores are finished first, and `unit` is log2(e): scale,
   float cap, per_cap;          // softcap (0: none) and its inverse
+  float most;        // that a thread's P of a key tile sum to, or the reference has to move
   TensorMap q_map;   // boxes [64 / pack, pack, 64] of [batch, Nq, heads_q, d]
   TensorMap k_map;   // boxes [Bc, 64] of [batch, heads_k, Nk, d]
   TensorMap v_map;   // boxes [Bc, 64] of [batch, heads_k, Nk, d_v]

@@ -8,10 +8,11 @@ namespace cf {
 template <typename Config>
 struct Producer {
   using Traits = HopperForwardTraits<Config>;
+  static constexpr bool ONE_Q = Traits::q_stages == 1;
   const HopperForwardParams& p;
   const HopperForwardTiles<Config>& tiles;
   Place<WORKS> work_place;             // of the next work
-  Place<STAGES> place;                 // of the next K; the next V is one tile behind
+  Place<Traits::stages> place;         // of the next K; the next V is one tile behind
 
   template <int columns, int rows>
   static CF_DEVICE void load_panels(SmemAddress tile, const TensorMap& map, SmemAddress full,
@@ -42,7 +43,7 @@ struct Producer {
                                        head_k, b);
   }
   CF_DEVICE void load_V(int head_k, int b, int key0) {
-    const Place<STAGES> before = place.before();
+    const Place<Traits::stages> before = place.before();
     const int stage = before.stage();
     tiles.v().claim(before, "v_empty");
     ptx::barrier_expect(tiles.v().full(stage), Traits::v_bytes);
@@ -56,7 +57,7 @@ struct Producer {
   }
 
   // In the order in which tiles are needed and places become free: V after the next tile's K, also
-  // where that belongs to the next work.
+  // where that belongs to the next work; the next work's Q in advance, where it has a place.
   CF_DEVICE void run() {
     Turns<Config> turns{p};
     int head_k = 0, b = 0, values = -1;                 // of the V that is still to be loaded
@@ -65,9 +66,11 @@ struct Producer {
       if (w.empty()) continue;
       publish(w);
       for (int key0 = w.last_tile; key0 >= w.first_tile; key0 -= Config::Bc) {
+        const bool first = key0 == w.last_tile;
+        if (first && !ONE_Q) load_Q(w);
         load_K(w.head_k, w.b, key0);
         if (values >= 0) load_V(head_k, b, values);
-        if (key0 == w.last_tile) load_Q(w);
+        if (first && ONE_Q) load_Q(w);
         head_k = w.head_k;
         b = w.b;
         values = key0;

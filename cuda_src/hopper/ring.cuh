@@ -35,6 +35,10 @@ struct Ring {
   CF_DEVICE void claim(Place<stages> place, const char* name) const {
     ptx::barrier_wait(empty(place.stage()), place.parity() ^ 1, name);
   }
+  // Whether a tile is there; the same in all lanes, which the compiler sees.
+  CF_DEVICE bool has(Place<stages> place) const {
+    return !__any_sync(0xFFFFFFFF, !ptx::barrier_test(full(place.stage()), place.parity()));
+  }
   CF_DEVICE void wait(Place<stages> place, const char* name) const {
     ptx::barrier_wait(full(place.stage()), place.parity(), name);
   }

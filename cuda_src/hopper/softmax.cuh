@@ -48,11 +48,11 @@ CF_DEVICE void row_maxima(const float (&S)[n], float (&m)[2]) {
 
 // Moves the reference of a row whose maximum in this step is `top` if that passes it; returns by
 // what to scale l and acc. shift: what to take off S beforehand; m_ref: what to take off after it.
-CF_DEVICE float move_reference(RowState& state, int r, float top, const HopperForwardParams& p,
-                               float& shift, float& m_ref) {
+CF_DEVICE float move_reference(RowState& state, int r, float top, float lazy,
+                               const HopperForwardParams& p, float& shift, float& m_ref) {
   const float m = state.m[r];
   const bool empty = m == -inf<float>();
-  const bool move = empty ? top != m : (top - m) * p.unit > p.lazy_2;
+  const bool move = empty ? top != m : (top - m) * p.unit > lazy;
   const float m_new = move ? top : m, power = m_new * p.unit;
   const bool usual = fabsf(power) < LARGE;
   state.m[r] = m_new;
@@ -62,24 +62,40 @@ CF_DEVICE float move_reference(RowState& state, int r, float top, const HopperFo
   return empty || !move ? 1.f : ptx::exp2_approx((m - m_new) * p.unit);
 }
 
+// S -> P in place, and the sums of a thread's part of each row of the unrounded P.
+template <int n>
+CF_DEVICE void exponentials(float (&S)[n], const float (&m_ref)[2], float unit, float (&sum)[2]) {
+  float part[8] = {};
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    S[i] = ptx::exp2_approx(fmaf(S[i], unit, -m_ref[row_of(i)]));
+    part[i % 8] += S[i];
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    sum[r] = (part[2 * r] + part[2 * r + 1]) + (part[2 * r + 4] + part[2 * r + 5]);
+  }
+}
+
 // S -> P in place; l moves on. Returns whether the warp has to scale its accumulators by alpha: the
 // reference of a row moves only when the row's maximum passes it by the lazy threshold. The four
 // threads of a row look at the whole row only if that may be so. first: there is nothing to scale,
 // and alpha stays what it is.
 template <int n>
 CF_DEVICE bool softmax_step(float (&S)[n], RowState& state, float (&alpha)[2], bool first,
-                            const HopperForwardParams& p) {
+                            const float (&lazy)[2], const HopperForwardParams& p) {
   float m[2];
   row_maxima(S, m);                                     // fmaxf drops a NaN; it shows up in P
-  const bool moves = fmaf(m[0], p.unit, -state.m_ref[0]) > p.lazy_2
-                     || fmaf(m[1], p.unit, -state.m_ref[1]) > p.lazy_2;
+  const bool moves = fmaf(m[0], p.unit, -state.m_ref[0]) > lazy[0]
+                     || fmaf(m[1], p.unit, -state.m_ref[1]) > lazy[1];
   const bool any = __any_sync(0xFFFFFFFF, moves);
   float m_ref[2] = {state.m_ref[0], state.m_ref[1]};
   if (any) {
     float shift[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float factor = move_reference(state, r, row_max(m[r]), p, shift[r], m_ref[r]);
+      const float factor = move_reference(state, r, row_max(m[r]), lazy[r], p, shift[r],
+                                          m_ref[r]);
       if (!first) {
         alpha[r] = factor;
         state.l[r] *= factor;
@@ -88,16 +104,10 @@ CF_DEVICE bool softmax_step(float (&S)[n], RowState& state, float (&alpha)[2], b
 #pragma unroll
     for (int i = 0; i < n; ++i) S[i] -= shift[row_of(i)];
   }
-  float sum[8] = {};
+  float sum[2];
+  exponentials(S, m_ref, p.unit, sum);
 #pragma unroll
-  for (int i = 0; i < n; ++i) {
-    S[i] = ptx::exp2_approx(fmaf(S[i], p.unit, -m_ref[row_of(i)]));
-    sum[i % 8] += S[i];                                 // of the unrounded P
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    state.l[r] += (sum[2 * r] + sum[2 * r + 1]) + (sum[2 * r + 4] + sum[2 * r + 5]);
-  }
+  for (int r = 0; r < 2; ++r) state.l[r] += sum[r];
   return any;
 }
 

@@ -5,24 +5,6 @@
 
 namespace cf {
 
-// The four lanes of a row hold two neighbouring columns of each eight: word[j] of lane t is columns
-// 8 j + 2 t, 8 j + 2 t + 1. Afterwards word[i] of lane t is columns 8 t + 2 i, 8 t + 2 i + 1: 16
-// bytes that lie side by side.
-CF_DEVICE void gather_columns(uint32 (&word)[4], int t) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool upper = t & step;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j & step) continue;                           // word[j] and word[j + step] change lanes
-      const uint32 given = upper ? word[j] : word[j + step];
-      const uint32 taken = __shfl_xor_sync(0xFFFFFFFF, given, step);
-      word[j] = upper ? taken : word[j];
-      word[j + step] = upper ? word[j + step] : taken;
-    }
-  }
-}
-
 CF_DEVICE uint64 row_address(const HopperForwardParams& p, const Tensor& t, const Work& w, int r) {
   return t.address + w.b * t.b + w.head_of(r, p.pack) * t.h + w.query(r, p.pack) * t.n;
 }
@@ -61,28 +43,29 @@ CF_DEVICE void store_wide_row(const HopperForwardParams& p, const Work& w, int r
   }
 }
 
-// out = acc / l.
+// out = acc / l. The four lanes of a row hold two neighbouring columns of each eight. Of two times
+// eight columns, the even lanes take the first ones from their neighbours and give the second ones:
+// then each has four that lie side by side, and all together 32 bytes.
 template <typename T, int n>
 CF_DEVICE void store_row(const HopperForwardParams& p, const Work& w, int r, int own,
                          const float (&acc)[n], float factor) {
   const int t = int(threadIdx.x) % 4;
-  const uint64 row = row_address(p, p.out, w, r) + 16 * t;
-  const int columns = r < w.count ? int(p.d_v) - 8 * t : 0;
+  const bool odd = t % 2 != 0;
+  const int column0 = odd ? 6 + 2 * t : 2 * t;
+  const uint64 row = row_address(p, p.out, w, r) + 2 * column0;
+  const int columns = r < w.count ? int(p.d_v) - column0 : 0;
 #pragma unroll
-  for (int block = 0; block < ceil_div(n, 16); ++block) {
-    uint32 word[4] = {};
+  for (int block = 0; block < n / 8; ++block) {
+    uint32 word[2] = {};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int i = 16 * block + 4 * j + 2 * own;
-      if (i < n) {
-        // A select: the accumulators of a row without keys may hold NaN.
-        word[j] = factor != 0.f ? ptx::pack<T>(acc[i] * factor, acc[i + 1] * factor) : 0;
-      }
+    for (int j = 0; j < 2; ++j) {
+      const int i = 8 * block + 4 * j + 2 * own;
+      // A select: the accumulators of a row without keys may hold NaN.
+      word[j] = factor != 0.f ? ptx::pack<T>(acc[i] * factor, acc[i + 1] * factor) : 0;
     }
-    gather_columns(word, t);
-    if (32 * block < columns) {
-      at<Chunk>(row + 64 * block) = Chunk{word[0], word[1], word[2], word[3]};
-    }
+    const uint32 taken = __shfl_xor_sync(0xFFFFFFFF, odd ? word[0] : word[1], 1);
+    const HalfChunk four = {odd ? taken : word[0], odd ? word[1] : taken};
+    if (16 * block < columns) at<HalfChunk>(row + 32 * block) = four;
   }
 }
 

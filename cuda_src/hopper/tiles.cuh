@@ -8,7 +8,6 @@
 namespace cf {
 
 constexpr int SMEM_MOST = 227 * 1024;     // of a block on sm_90
-constexpr int STAGES = 2;                 // of K and of V
 constexpr int WORKS = 4;                  // one to come, one begun, one to be stored; a power of 2
 
 template <typename Config>
@@ -19,19 +18,21 @@ struct HopperForwardTraits {
   static constexpr int q_bytes = panels_bytes(64, Config::d);
   static constexpr int k_bytes = panels_bytes(Config::Bc, Config::d);
   static constexpr int v_bytes = panels_bytes(Config::Bc, Config::d_v);
-  // Works and barriers take the first 1,024 bytes.
-  static constexpr int other_bytes = PANEL_ALIGNMENT + STAGES * (k_bytes + v_bytes);
+  // Works and barriers take the first 1,024 bytes. K and V come in four stages each where they fit
+  // beside two tiles of Q, which pays where works are short: a new head's keys come from afar.
+  static constexpr int kv_bytes = k_bytes + v_bytes, all_q_bytes = groups * q_bytes;
+  static constexpr int stages =
+      PANEL_ALIGNMENT + 4 * kv_bytes + 2 * all_q_bytes <= SMEM_MOST ? 4 : 2;
+  static constexpr int other_bytes = PANEL_ALIGNMENT + stages * kv_bytes;
   // Two tiles of Q where they fit: the next one then comes while this one is in use.
-  static constexpr int q_stages = other_bytes + 2 * groups * q_bytes <= SMEM_MOST ? 2 : 1;
-  static constexpr int smem_bytes = other_bytes + q_stages * groups * q_bytes;
+  static constexpr int q_stages = other_bytes + 2 * all_q_bytes <= SMEM_MOST ? 2 : 1;
+  static constexpr int smem_bytes = other_bytes + q_stages * all_q_bytes;
   // Of a thread, out of the 65,536 that the block is launched with: the sum must not pass them.
   static constexpr int producer_registers = groups == 2 ? 40 : 32;
   static constexpr int consumer_registers = groups == 2 ? 232 : 160;
   // Consumers take turns at the products, so that one's products run beside the other's softmax.
   // With wide accumulators the products outlast the softmax anyway.
   static constexpr bool takes_turns = Config::d_v <= 128;
-  // Results are stored beside the next product where registers allow.
-  static constexpr bool stores_late = groups == 2;
   static_assert(Config::Br == 64 * groups && (groups == 2 || groups == 3),
                 "Br must be 64 rows for each of 2 or 3 consumers");
   static_assert(Config::Bc % 16 == 0 && Config::d % 16 == 0 && Config::d_v % 16 == 0,
@@ -43,9 +44,10 @@ template <typename Config>
 struct HopperForwardTiles {
   using Traits = HopperForwardTraits<Config>;
   using QRing = Ring<Traits::q_stages>;
+  using KRing = Ring<Traits::stages>;
   Work* works;             // [WORKS]
   SmemAddress barriers;         // behind the works
-  SmemAddress tiles;            // Q [q_stages][groups], K [STAGES], V [STAGES], each in panels
+  SmemAddress tiles;            // Q [q_stages][groups], K [stages], V [stages], each in panels
 
   CF_DEVICE explicit HopperForwardTiles(unsigned char* memory)
       : works(reinterpret_cast<Work*>(memory)),
@@ -58,12 +60,12 @@ struct HopperForwardTiles {
   CF_DEVICE SmemAddress K(int stage) const {
     return Q(Traits::q_stages, 0) + stage * Traits::k_bytes;
   }
-  CF_DEVICE SmemAddress V(int stage) const { return K(STAGES) + stage * Traits::v_bytes; }
+  CF_DEVICE SmemAddress V(int stage) const { return K(Traits::stages) + stage * Traits::v_bytes; }
   CF_DEVICE Ring<WORKS> work() const { return {barriers}; }
-  CF_DEVICE Ring<STAGES> k() const { return {barriers + Ring<WORKS>::bytes}; }
-  CF_DEVICE Ring<STAGES> v() const { return {k().barriers + Ring<STAGES>::bytes}; }
+  CF_DEVICE KRing k() const { return {barriers + Ring<WORKS>::bytes}; }
+  CF_DEVICE KRing v() const { return {k().barriers + KRing::bytes}; }
   CF_DEVICE QRing q(int group) const {
-    return {v().barriers + Ring<STAGES>::bytes + group * QRing::bytes};
+    return {v().barriers + KRing::bytes + group * QRing::bytes};
   }
   // One thread, before the block's threads meet.
   CF_DEVICE void init_barriers() const {

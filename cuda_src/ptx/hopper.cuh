@@ -82,6 +82,19 @@ CF_DEVICE bool barrier_try(SmemAddress barrier, uint32 parity) {
   return done != 0;
 }
 
+// The same without waiting.
+CF_DEVICE bool barrier_test(SmemAddress barrier, uint32 parity) {
+  uint32 done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Waits for the phase of this parity. With CF_TRAP_AFTER, a number of polls, a wait that does not
 // end prints `name` and stops the kernel.
 CF_DEVICE void barrier_wait(SmemAddress barrier, uint32 parity, const char* name) {
@@ -144,6 +157,26 @@ CF_DEVICE void named_barrier_wait(int id, int threads) {
 }
 CF_DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
+}
+
+// Waits as well, and returns whether any of the threads says yes.
+CF_DEVICE bool named_barrier_any(int id, int threads, bool yes) {
+  uint32 any;
+  asm volatile(
+      "{\n.reg .pred p, q;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "bar.red.or.pred q, %2, %3, p;\n"
+      "selp.u32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(uint32(yes)), "r"(id), "r"(threads)
+      : "memory");
+  return any != 0;
+}
+
+// x, which is the same in all lanes of the warp, where the compiler can tell that it is.
+template <typename X>
+CF_DEVICE X uniform(X x) {
+  return __shfl_sync(0xFFFFFFFF, x, 0);
 }
 
 // Waits for ever if x is not 0: a place that code which x depends on cannot be moved behind, nor

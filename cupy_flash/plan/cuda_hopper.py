@@ -136,7 +136,8 @@ def extras(problem, config):
     p, pack = problem, pack_of(problem, config.Br)
     return {"pack": pack, "section": section_of(p, pack), "lazy_2": config.lazy * log2(e),
             "unit": log2(e) if config.features else p.scale * log2(e),
-            "qk_scale": p.scale, "cap": p.softcap, "per_cap": 1 / p.softcap if p.softcap else 0}
+            "qk_scale": p.scale, "cap": p.softcap, "per_cap": 1 / p.softcap if p.softcap else 0,
+            "most": config.Bc // 4 * e**config.lazy}
 
 
 def config_of(problem, row):
@@ -153,6 +154,6 @@ def smem_bytes(config):
     def tile(rows, columns):
         return rows * ceil(columns / PANEL) * 2 * PANEL
 
-    other = 1024 + 2 * (tile(config.Bc, config.d) + tile(config.Bc, config.d_v))
-    Q = tile(config.Br, config.d)
-    return other + (2 if other + 2 * Q <= SMEM else 1) * Q
+    Q, KV = tile(config.Br, config.d), tile(config.Bc, config.d) + tile(config.Bc, config.d_v)
+    choices = (1024 + stages * KV + tiles_Q * Q for stages, tiles_Q in ((4, 2), (2, 2), (2, 1)))
+    return next((bytes for bytes in choices if bytes <= SMEM), SMEM + 1)

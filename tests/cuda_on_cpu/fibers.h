@@ -75,6 +75,7 @@ struct PhaseBarrier {
 struct NamedBarrier {
   unsigned count = 0;
   std::vector<unsigned> waiting;
+  bool yes = false, any = false;           // a vote that goes on; the outcome of the last one
 };
 
 struct Fiber {

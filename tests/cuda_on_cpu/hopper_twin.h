@@ -39,6 +39,7 @@ inline void barrier_expect(SmemAddress barrier, uint32 bytes) {
 inline bool barrier_try(SmemAddress barrier, uint32 parity) {
   return phase_barrier(barrier).phases % 2 != parity;
 }
+inline bool barrier_test(SmemAddress barrier, uint32 parity) { return barrier_try(barrier, parity); }
 inline void barrier_wait(SmemAddress barrier, uint32 parity, const char* name) {
   if (fibers::left_out(name, 0)) return;
   while (!barrier_try(barrier, parity)) {
@@ -99,6 +100,21 @@ inline void named_barrier_wait(int id, int threads, const char* file = __builtin
   fibers::wait();
 }
 
+inline bool named_barrier_any(int id, int threads, bool yes) {
+  fibers::NamedBarrier& barrier = fibers::block->named[id];
+  barrier.yes |= yes;
+  if (barrier.count + 1 == unsigned(threads)) {
+    barrier.any = barrier.yes;
+    barrier.yes = false;
+  }
+  named_barrier_wait(id, threads, "", 0);
+  return barrier.any;
+}
+
+template <typename X>
+X uniform(X x) {
+  return x;
+}
 inline void require_zero(uint32 x) {
   if (x != 0) fibers::wait();
 }
@@ -139,7 +155,10 @@ struct Descriptor {
 };
 
 inline auto& products() { return fibers::block->fibers[fibers::current].products; }
-inline void products_begin() {}
+// The warps of a warpgroup start the same products.
+inline void products_begin() {
+  named_barrier_wait(-1 - int(fibers::current) / 128, 128, "", 0);
+}
 inline void products_commit() { products().emplace_back(); }
 template <int pending>
 void products_wait(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
