@@ -12,7 +12,8 @@ template <typename Config>
 CF_DEVICE void store_empty_works(const HopperForwardParams& p) {
   Turns<Config> turns{p};
   while (turns.next()) {
-    const Work w = turns.open();
+    Work w;
+    turns.open(w);
     if (w.empty()) store_nothing(p, w);
   }
 }

@@ -14,12 +14,17 @@ struct Producer {
   Place<WORKS> work_place;             // of the next work
   Place<Traits::stages> place;         // of the next K; the next V is one tile behind
 
+  // fetch: into the L2 cache only.
   template <int columns, int rows>
   static CF_DEVICE void load_panels(SmemAddress tile, const TensorMap& map, SmemAddress full,
-                                    int c1, int c2, int c3) {
+                                    int c1, int c2, int c3, bool fetch = false) {
 #pragma unroll
     for (int i = 0; i < ceil_div(columns, PANEL); ++i) {
-      ptx::load_box(tile + i * rows * PANEL_ROW_BYTES, map, full, i * PANEL, c1, c2, c3);
+      if (fetch) {
+        ptx::fetch_box(map, i * PANEL, c1, c2, c3);
+      } else {
+        ptx::load_box(tile + i * rows * PANEL_ROW_BYTES, map, full, i * PANEL, c1, c2, c3);
+      }
     }
   }
   // Each consumer's rows by themselves: they become free and are needed at different times.
@@ -50,38 +55,63 @@ struct Producer {
     load_panels<Config::d_v, Config::Bc>(tiles.V(stage), p.v_map, tiles.v().full(stage), key0,
                                          head_k, b);
   }
-  CF_DEVICE void publish(const Work& w) {
-    tiles.work().claim(work_place, "work_empty");
-    tiles.works[work_place.stage()] = w;
-    ptx::barrier_arrive(tiles.work().full(work_place.stage()));
+  // All blocks begin works at about the same time, and their first tiles are far away.
+  CF_DEVICE void fetch_first_tiles(const Work& w) const {
+    const int query = w.query(0, p.pack), step = 64 / p.pack;
+    for (int group = 0; group < Traits::groups; ++group) {
+      load_panels<Config::d, 64>(0, p.q_map, 0, w.head, query + group * step, w.b, true);
+    }
+    load_panels<Config::d, Config::Bc>(0, p.k_map, 0, w.last_tile, w.head_k, w.b, true);
+    load_panels<Config::d_v, Config::Bc>(0, p.v_map, 0, w.last_tile, w.head_k, w.b, true);
+  }
+
+  // Finds the next work with keys, and hands it to the consumers.
+  CF_DEVICE void publish(Turns<Config>& turns, Place<WORKS> at) const {
+    tiles.work().claim(at, "work_empty");
+    Work& w = tiles.works[at.stage()];
+    w.b = -1;
+    while (turns.next()) {
+      turns.open(w);
+      if (!w.empty()) break;
+      w.b = -1;
+    }
+    ptx::barrier_arrive(tiles.work().full(at.stage()));
+    if (w.b >= 0 && at.count != 0) fetch_first_tiles(w);
   }
 
   // In the order in which tiles are needed and places become free: V after the next tile's K, also
-  // where that belongs to the next work; the next work's Q in advance, where it has a place.
+  // where that belongs to the next work; the next work's Q in advance, where it has a place. A work
+  // is published one work ahead, behind the first tiles of the one before.
   CF_DEVICE void run() {
     Turns<Config> turns{p};
+    Place<WORKS> next;
+    bool first = true;
+    int key0 = -1, first_tile = 0;                      // of a work that has been loaded
     int head_k = 0, b = 0, values = -1;                 // of the V that is still to be loaded
-    while (turns.next()) {
-      const Work w = turns.open();
-      if (w.empty()) continue;
-      publish(w);
-      for (int key0 = w.last_tile; key0 >= w.first_tile; key0 -= Config::Bc) {
-        const bool first = key0 == w.last_tile;
-        if (first && !ONE_Q) load_Q(w);
-        load_K(w.head_k, w.b, key0);
-        if (values >= 0) load_V(head_k, b, values);
-        if (first && ONE_Q) load_Q(w);
-        head_k = w.head_k;
-        b = w.b;
-        values = key0;
-        ++place.count;
+    while (true) {
+      if (first) publish(turns, next);
+      first = key0 < first_tile;
+      if (first) {
+        work_place = next;
+        ++next.count;
       }
-      ++work_place.count;
+      const Work& w = tiles.works[work_place.stage()];
+      if (w.b < 0) break;
+      if (first) {
+        key0 = w.last_tile;
+        first_tile = w.first_tile;
+        if (!ONE_Q) load_Q(w);
+      }
+      load_K(w.head_k, w.b, key0);
+      if (values >= 0) load_V(head_k, b, values);
+      if (first && ONE_Q) load_Q(w);
+      head_k = w.head_k;
+      b = w.b;
+      values = key0;
+      key0 -= Config::Bc;
+      ++place.count;
     }
     if (values >= 0) load_V(head_k, b, values);
-    Work none = {};
-    none.b = -1;
-    publish(none);
   }
 };
 

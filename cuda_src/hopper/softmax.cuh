@@ -101,8 +101,10 @@ CF_DEVICE bool softmax_step(float (&S)[n], RowState& state, float (&alpha)[2], b
         state.l[r] *= factor;
       }
     }
+    if (__any_sync(0xFFFFFFFF, shift[0] != 0.f || shift[1] != 0.f)) {
 #pragma unroll
-    for (int i = 0; i < n; ++i) S[i] -= shift[row_of(i)];
+      for (int i = 0; i < n; ++i) S[i] -= shift[row_of(i)];
+    }
   }
   float sum[2];
   exponentials(S, m_ref, p.unit, sum);

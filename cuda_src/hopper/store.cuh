@@ -5,8 +5,12 @@
 
 namespace cf {
 
-CF_DEVICE uint64 row_address(const HopperForwardParams& p, const Tensor& t, const Work& w, int r) {
-  return t.address + w.b * t.b + w.head_of(r, p.pack) * t.h + w.query(r, p.pack) * t.n;
+// Row r of a work in out or lse; head: where its first query head begins there.
+CF_DEVICE uint64 row_address(const HopperForwardParams& p, const Tensor& t, uint64 head,
+                             const Work& w, int r) {
+  const uint32 row = w.row0 + r, pack = p.pack;
+  if (pack == 1) return head + row * t.n;
+  return head + row % pack * t.h + row / pack * t.n;
 }
 
 // Ends the sum of row r, which is row `own` of the thread's two: stores lse and returns 1 / l. Both
@@ -20,7 +24,7 @@ CF_DEVICE float close_row(const HopperForwardParams& p, const Work& w, int r, in
     // The score is rounded as in the backward pass, or large ones and their lse would not cancel.
     const float m = ptx::multiply(score_of_S, state.m[own]);
     const float lse = any ? m + log(l) : -inf<float>();
-    at<float>(row_address(p, p.lse, w, r)) = lse;
+    at<float>(row_address(p, p.lse, w.lse, w, r)) = lse;
   }
   return any ? ptx::reciprocal(l) : 0.f;
 }
@@ -30,7 +34,7 @@ template <int n>
 CF_DEVICE void store_wide_row(const HopperForwardParams& p, const Work& w, int r, int own,
                               const float (&acc)[n], float factor) {
   const int column0 = 2 * (int(threadIdx.x) % 4);
-  const uint64 row = row_address(p, p.out, w, r) + 4 * column0;
+  const uint64 row = row_address(p, p.out, w.out, w, r) + 4 * column0;
   const int columns = r < w.count ? int(p.d_v) - column0 : 0;
 #pragma unroll
   for (int block = 0; block < n / 4; ++block) {
@@ -52,7 +56,7 @@ CF_DEVICE void store_row(const HopperForwardParams& p, const Work& w, int r, int
   const int t = int(threadIdx.x) % 4;
   const bool odd = t % 2 != 0;
   const int column0 = odd ? 6 + 2 * t : 2 * t;
-  const uint64 row = row_address(p, p.out, w, r) + 2 * column0;
+  const uint64 row = row_address(p, p.out, w.out, w, r) + 2 * column0;
   const int columns = r < w.count ? int(p.d_v) - column0 : 0;
 #pragma unroll
   for (int block = 0; block < n / 8; ++block) {
@@ -74,9 +78,9 @@ CF_DEVICE void store_nothing(const HopperForwardParams& p, const Work& w) {
   const int chunks = int(p.d_v) / (p.out.kind == FLOAT32 ? 4 : 8);
   for (int i = int(threadIdx.x) % 32; i < w.count * chunks; i += 32) {
     const int r = i / chunks;
-    at<Chunk>(row_address(p, p.out, w, r) + 16 * (i % chunks)) = Chunk{};
+    at<Chunk>(row_address(p, p.out, w.out, w, r) + 16 * (i % chunks)) = Chunk{};
     if (i % chunks == 0 && p.lse.address != 0) {
-      at<float>(row_address(p, p.lse, w, r)) = -inf<float>();
+      at<float>(row_address(p, p.lse, w.lse, w, r)) = -inf<float>();
     }
   }
 }

@@ -17,6 +17,7 @@ struct alignas(16) Work {
   int first, end;          // the keys that any row sees; none: end <= first
   int left, right, kv_len; // of the Diagonals
   int64 offset;
+  uint64 out, lse;         // where the first query head begins in them
 
   CF_DEVICE bool empty() const { return end <= first; }
   CF_DEVICE bool hides(int key0) const { return key0 >= full_end || key0 < full; }
@@ -93,19 +94,19 @@ struct Turns {
     }
   }
 
-  CF_DEVICE Work open() const {
+  CF_DEVICE void open(Work& w) const {
     const int per_batch = int(p.heads_q) / p.pack;
-    Work w;
     w.b = head / per_batch;
     w.head = head % per_batch * p.pack;
     w.head_k = w.head / int(p.group);
+    w.out = p.out.address + w.b * p.out.b + w.head * p.out.h;
+    w.lse = p.lse.address + w.b * p.lse.b + w.head * p.lse.h;
     w.row0 = tile * Config::Br;
     w.count = min(p.pack * int(p.Nq) - w.row0, Config::Br);
     const int64 q_len = length(p.q_lens, w.b, p.Nq);
     w.kv_len = int(length(p.kv_lens, w.b, p.Nk));
     w.rows = max(min(p.pack * int(q_len) - w.row0, w.count), 0);
     find_key_tiles<Config>(w, p, offset_of(p, q_len, w.kv_len));
-    return w;
   }
 };
 

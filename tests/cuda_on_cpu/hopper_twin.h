@@ -75,6 +75,8 @@ inline void load_box(SmemAddress to, const TensorMap& map, SmemAddress full, int
   });
 }
 
+inline void fetch_box(const TensorMap&, int, int, int, int) {}
+
 inline void store_zeros(SmemAddress to) { memset(smem(to), 0, 16); }
 inline void fence_async_reads() {}
 
