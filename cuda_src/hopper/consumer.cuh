@@ -150,20 +150,13 @@ struct Consumer {
 
   // Ends a work: its sums, while its last values are still being added up, and then its rows.
   CF_DEVICE void close(float (&factor)[2]) const {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      factor[r] = close_row(p, work_at(work_place), row() + 8 * r, r, state,
-                            Config::features ? 1.f : p.qk_scale);
-    }
+    close_rows(p, work_at(work_place), row(), state, Config::features ? 1.f : p.qk_scale, factor);
   }
   CF_DEVICE void store(const float (&factor)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if constexpr (Config::wide) {
-        store_wide_row(p, work_at(work_place), row() + 8 * r, r, acc, factor[r]);
-      } else {
-        store_row<T>(p, work_at(work_place), row() + 8 * r, r, acc, factor[r]);
-      }
+    if constexpr (Config::wide) {
+      store_wide_rows(p, work_at(work_place), row(), acc, factor);
+    } else {
+      store_rows<T>(p, work_at(work_place), row(), acc, factor);
     }
     __syncwarp();                                       // all lanes have read the work
     tiles.work().release(work_place);

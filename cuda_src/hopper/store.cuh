@@ -13,37 +13,56 @@ CF_DEVICE uint64 row_address(const HopperForwardParams& p, const Tensor& t, uint
   return head + row % pack * t.h + row / pack * t.n;
 }
 
-// Ends the sum of row r, which is row `own` of the thread's two: stores lse and returns 1 / l. Both
-// are for rows that see no key, and rows behind q_lens, -inf and 0. score_of_S: the factor from S
-// to scores in natural units.
-CF_DEVICE float close_row(const HopperForwardParams& p, const Work& w, int r, int own,
-                          const RowState& state, float score_of_S) {
-  const float l = row_sum(state.l[own]);
-  const bool any = r < w.rows && l != 0.f;
-  if (threadIdx.x % 4 == 0 && r < w.count && p.lse.address != 0) {
-    // The score is rounded as in the backward pass, or large ones and their lse would not cancel.
-    const float m = ptx::multiply(score_of_S, state.m[own]);
-    const float lse = any ? m + log(l) : -inf<float>();
-    at<float>(row_address(p, p.lse, w.lse, w, r)) = lse;
+// The same of a thread's two rows, r and r + 8.
+CF_DEVICE void row_addresses(const HopperForwardParams& p, const Tensor& t, uint64 head,
+                             const Work& w, int r, uint64 (&rows)[2]) {
+  if (p.pack == 1) {
+    rows[0] = head + uint32(w.row0 + r) * t.n;
+    rows[1] = rows[0] + 8 * t.n;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rows[i] = row_address(p, t, head, w, r + 8 * i);
   }
-  return any ? ptx::reciprocal(l) : 0.f;
 }
 
-// The same as float32: partial results, to be merged.
-template <int n>
-CF_DEVICE void store_wide_row(const HopperForwardParams& p, const Work& w, int r, int own,
-                              const float (&acc)[n], float factor) {
-  const int column0 = 2 * (int(threadIdx.x) % 4);
-  const uint64 row = row_address(p, p.out, w.out, w, r) + 4 * column0;
-  const int columns = r < w.count ? int(p.d_v) - column0 : 0;
+// Ends the sums of the rows r and r + 8: stores lse, and factor becomes 1 / l. They are -inf and 0
+// for rows that see no key, and for rows behind q_lens. score_of_S: the factor from S to scores in
+// natural units.
+CF_DEVICE void close_rows(const HopperForwardParams& p, const Work& w, int r, const RowState& state,
+                          float score_of_S, float (&factor)[2]) {
+  float lse[2];
 #pragma unroll
-  for (int block = 0; block < n / 4; ++block) {
-    const int i = 4 * block + 2 * own;
+  for (int i = 0; i < 2; ++i) {
+    const float l = row_sum(state.l[i]);
+    const bool any = r + 8 * i < w.rows && l != 0.f;
+    // The score is rounded as in the backward pass, or large ones and their lse would not cancel.
+    const float m = ptx::multiply(score_of_S, state.m[i]), sum = m + log(l);
+    lse[i] = any ? sum : -inf<float>();
+    factor[i] = any ? ptx::reciprocal(l) : 0.f;
+  }
+  if (threadIdx.x % 4 != 0 || p.lse.address == 0) return;
+  uint64 rows[2];
+  row_addresses(p, p.lse, w.lse, w, r, rows);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (r + 8 * i < w.count) at<float>(rows[i]) = lse[i];
+  }
+}
+
+// out = acc / l as float32: partial results, to be merged.
+template <int n>
+CF_DEVICE void store_wide_rows(const HopperForwardParams& p, const Work& w, int r,
+                               const float (&acc)[n], const float (&factor)[2]) {
+  const int column0 = 2 * (int(threadIdx.x) % 4);
+  uint64 rows[2];
+  row_addresses(p, p.out, w.out, w, r, rows);
+#pragma unroll
+  for (int i = 0; i < n; i += 2) {
+    const int own = row_of(i), column = column0 + i / 4 * 8;
+    const float f = factor[own];
     HalfChunk two = {};
-    if (factor != 0.f) {
-      two = {ptx::float_to_bits(acc[i] * factor), ptx::float_to_bits(acc[i + 1] * factor)};
-    }
-    if (8 * block < columns) at<HalfChunk>(row + 32 * block) = two;
+    if (f != 0.f) two = {ptx::float_to_bits(acc[i] * f), ptx::float_to_bits(acc[i + 1] * f)};
+    if (r + 8 * own < w.count && column < int(p.d_v)) at<HalfChunk>(rows[own] + 4 * column) = two;
   }
 }
 
@@ -51,25 +70,35 @@ CF_DEVICE void store_wide_row(const HopperForwardParams& p, const Work& w, int r
 // eight columns, the even lanes take the first ones from their neighbours and give the second ones:
 // then each has four that lie side by side, and all together 32 bytes.
 template <typename T, int n>
-CF_DEVICE void store_row(const HopperForwardParams& p, const Work& w, int r, int own,
-                         const float (&acc)[n], float factor) {
+CF_DEVICE void store_rows(const HopperForwardParams& p, const Work& w, int r,
+                          const float (&acc)[n], const float (&factor)[2]) {
   const int t = int(threadIdx.x) % 4;
   const bool odd = t % 2 != 0;
   const int column0 = odd ? 6 + 2 * t : 2 * t;
-  const uint64 row = row_address(p, p.out, w.out, w, r) + 2 * column0;
-  const int columns = r < w.count ? int(p.d_v) - column0 : 0;
+  uint64 rows[2];
+  row_addresses(p, p.out, w.out, w, r, rows);
+  int columns[2];
+#pragma unroll
+  for (int own = 0; own < 2; ++own) {
+    columns[own] = r + 8 * own < w.count ? int(p.d_v) - column0 : 0;
+    rows[own] += 2 * column0;
+  }
 #pragma unroll
   for (int block = 0; block < n / 8; ++block) {
-    uint32 word[2] = {};
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int i = 8 * block + 4 * j + 2 * own;
-      // A select: the accumulators of a row without keys may hold NaN.
-      word[j] = factor != 0.f ? ptx::pack<T>(acc[i] * factor, acc[i + 1] * factor) : 0;
+    for (int own = 0; own < 2; ++own) {
+      uint32 word[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int i = 8 * block + 4 * j + 2 * own;
+        const uint32 two = ptx::pack<T>(acc[i] * factor[own], acc[i + 1] * factor[own]);
+        // A select: the accumulators of a row without keys may hold NaN.
+        word[j] = factor[own] != 0.f ? two : 0;
+      }
+      const uint32 taken = __shfl_xor_sync(0xFFFFFFFF, odd ? word[0] : word[1], 1);
+      const HalfChunk four = {odd ? taken : word[0], odd ? word[1] : taken};
+      if (16 * block < columns[own]) at<HalfChunk>(rows[own] + 32 * block) = four;
     }
-    const uint32 taken = __shfl_xor_sync(0xFFFFFFFF, odd ? word[0] : word[1], 1);
-    const HalfChunk four = {odd ? taken : word[0], odd ? word[1] : taken};
-    if (16 * block < columns) at<HalfChunk>(row + 32 * block) = four;
   }
 }
 
