@@ -127,3 +127,17 @@ def test_large_scores_of_either_sign_in_later_keys():
         y = x._replace(**dict(zip("qkv", given, strict=True)))
         for options in ({}, {"causal": True, "q_offset": -20}):
             check(y._replace(options=options), TWO)
+
+
+def test_a_row_whose_reference_moves_late_changes_no_other_row():
+    """The whole tile does such a step again; the bits of the rows beside it stay what they are."""
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.standard_normal((1, 1, 300, 32)).astype(BFLOAT16) for _ in range(3))
+    wild = q.copy()
+    wild[..., 5, :] = 40 * k[..., 20, :]     # a score of 220, far behind the first tile of keys
+    calm, other = (Fibers(hopper=TWO).forward(x, k, v) for x in (q, wild))
+    for a, b in zip(calm, other, strict=True):
+        same = (a.view(np.uint16) == b.view(np.uint16)).reshape(300, -1).all(1)
+        assert not same[5] and same[:5].all() and same[6:].all()
+    check(inputs(Case("wild", Nq=300, Nk=300, Hq=1, Hk=1, d=32,
+                      dtype="bfloat16"))._replace(q=wild, k=k, v=v), TWO)
