@@ -19,8 +19,8 @@ struct ChunkGrid {
   static constexpr int elements = 16 / int(sizeof(T)), chunks = width / elements;
   static constexpr int across = min(chunks & -chunks, 32), step = threads / across;
   static constexpr int rows = ceil_div(height, step), columns = chunks / across;
-  static CF_DEVICE int row() { return int(threadIdx.x) / across; }
-  static CF_DEVICE int column() { return int(threadIdx.x) % across * elements; }
+  static CF_DEVICE int row() { return int(threadIdx.x / across); }
+  static CF_DEVICE int column() { return int(threadIdx.x % across) * elements; }
   // Whether the i-th row of a thread is one of the tile.
   static CF_DEVICE bool owns(int i) { return height % step == 0 || row() + i * step < height; }
 };

@@ -278,10 +278,10 @@ CF_DEVICE void forward_registers(const ForwardParams& p) {
   const ForwardRegistersTiles<Config> t(memory);
   const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
-    const int64 i = p.splits == 1 ? task : divide(task, p.splits), split = task - i * p.splits;
+    const int64 i = p.splits == 1 ? task : task / p.splits, split = task - i * p.splits;
     const Turn turn = turn_of(p, i, tiles);
     const int64 tile = tiles - 1 - turn.tile;           // the last causal rows see most keys
-    const int64 b = divide(turn.sequence, p.heads_k), head_k = turn.sequence - b * p.heads_k;
+    const int64 b = turn.sequence / p.heads_k, head_k = turn.sequence - b * p.heads_k;
     forward_registers_tile<Config>(p, t, b, head_k, tile * Config::Br, split);
     __syncthreads();                                    // the memory is free for the next task
   }

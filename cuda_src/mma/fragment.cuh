@@ -33,8 +33,8 @@ struct Fragments {
   struct C { Sum x[8]; };
 };
 
-CF_DEVICE int lane_id() { return int(threadIdx.x) % 32; }
-CF_DEVICE int warp_id() { return int(threadIdx.x) / 32; }
+CF_DEVICE int lane_id() { return int(threadIdx.x % 32); }
+CF_DEVICE int warp_id() { return int(threadIdx.x / 32); }
 
 // Row and column of an accumulator's element e in its fragment: each is what the lane has by itself
 // plus a constant.

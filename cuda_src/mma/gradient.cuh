@@ -72,7 +72,7 @@ struct BackwardFusedTraits {
 
 // The lane, and its row and column in a fragment, found anew at every use: addresses that depend on
 // them would be kept through the walk, and registers are scarce.
-CF_DEVICE int here() { return ptx::opaque(int(threadIdx.x)) % 32; }
+CF_DEVICE int here() { return int(uint32(ptx::opaque(int(threadIdx.x))) % 32); }
 CF_DEVICE int row_here() { return here() / 4; }
 CF_DEVICE int column_here() { return here() % 4 * 2; }
 
