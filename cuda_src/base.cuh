@@ -6,9 +6,11 @@
 #ifdef __CUDACC__
 #define CF_HOST_DEVICE __host__ __device__
 #define CF_DEVICE __device__ __forceinline__
+#define CF_DEVICE_CALLED __device__ __noinline__
 #else
 #define CF_HOST_DEVICE
 #define CF_DEVICE inline
+#define CF_DEVICE_CALLED inline
 #endif
 
 // The block's dynamic shared memory as an array of bytes. A host that runs kernels on a CPU has its

@@ -22,7 +22,7 @@ SMALL = {
     "float64": (32, 32, 4, 1, 2, 1),
 }
 # Waits and barriers of the kernel in all its forms.
-PLACES = 13
+PLACES = 14
 TABLE = [x for x in FEATURES if not (x.label[1:2].isdigit() or x.mask or x.bias or x.softcap
                                      or x.alibi)]
 

@@ -36,6 +36,21 @@ CF_DEVICE bool has_dk() {
   return Config::roles == 1 || Share<Config>::role() == 1;
 }
 
+// The rows of a tile [Bc, width] to dk or dv.
+template <typename Config, int width>
+CF_DEVICE void write_rows(const Tensor& t, uint64 base, const OwnKeys& own, int columns,
+                          const accumulator<typename Config::element>* tile) {
+  constexpr int pitch = width + 4, pairs = width / 2;
+  constexpr int unrolled = BackwardFusedTraits<Config>::compact ? 1 : 4;
+#pragma unroll unrolled
+  for (int i = int(threadIdx.x); i < Config::Bc * pairs; i += 32 * Config::warps) {
+    const int key = i / pairs, c = i % pairs * 2;
+    if (key >= own.keys) break;
+    store_pair(t, base + (own.key0 + key) * t.n + c * t.c, columns - c, tile[key * pitch + c],
+               tile[key * pitch + c + 1]);
+  }
+}
+
 // scale * acc as rows of dk or dv, by way of shared memory: the columns from `column` on of the
 // warp's strip go to tile [Bc, width], from where the block writes rows.
 // mine: whether the warp has a part of it.
@@ -45,7 +60,7 @@ CF_DEVICE void store_gradient(const Tensor& t, uint64 base, const OwnKeys& own, 
                               accumulator<typename Config::element> scale, bool mine,
                               unsigned char* memory) {
   using A = accumulator<typename Config::element>;
-  constexpr int pitch = width + 4, pairs = width / 2;
+  constexpr int pitch = width + 4;
   A* const tile = reinterpret_cast<A*>(memory);
   __syncthreads();                                      // the memory is free
   if (mine) {
@@ -63,12 +78,7 @@ CF_DEVICE void store_gradient(const Tensor& t, uint64 base, const OwnKeys& own, 
     }
   }
   __syncthreads();                                      // the tile is there
-  for (int i = int(threadIdx.x); i < Config::Bc * pairs; i += 32 * Config::warps) {
-    const int key = i / pairs, c = i % pairs * 2;
-    if (key >= own.keys) break;
-    store_pair(t, base + (own.key0 + key) * t.n + c * t.c, columns - c, tile[key * pitch + c],
-               tile[key * pitch + c + 1]);
-  }
+  write_rows<Config, width>(t, base, own, columns, tile);
 }
 
 // One tile of rows, whose operands are in a stage. The next one is copied meanwhile: into the other
@@ -91,13 +101,16 @@ CF_DEVICE void add_tile(Gradient& g, const Walk<Config>& walk,
     step.add_shared(g);
     __syncthreads();                                    // Q is read
     if (tile + 1 < end) walk.template copy_rows<true, false>(tile + 1, 0);
-    step.template add_queries<0>(sums);
+#pragma unroll 1
+    for (int pass = 0; pass < Traits::dq_passes; ++pass) step.add_queries(sums, pass);
   } else {
     if (Config::stages == 1 && Traits::free_early && tile + 1 < end) walk.copy_rows(tile + 1, 0);
-    step.template add_queries<0>(sums);
-    step.add_shared(g);                                 // while the sums of dq are on their way
+#pragma unroll 1
+    for (int pass = 0; pass < Traits::dq_passes; ++pass) {
+      step.add_queries(sums, pass);
+      if (pass == 0) step.add_shared(g);                // while the sums of dq are on their way
+    }
   }
-  if constexpr (Traits::dq_passes > 1) step.template add_queries<1>(sums);
   if constexpr (Config::stages == 1 && Traits::own && !Traits::free_early) {
     __syncthreads();                                    // Q and dO are read
     if (tile + 1 < end) walk.copy_rows(tile + 1, 0);
@@ -107,24 +120,27 @@ CF_DEVICE void add_tile(Gradient& g, const Walk<Config>& walk,
 // The walk over all rows that see the block's keys.
 template <typename Config, typename Gradient>
 CF_DEVICE void add_rows(Gradient& g, const BackwardParams& p, const FusedTiles<Config>& t) {
+  using Traits = BackwardFusedTraits<Config>;
   const OwnKeys& own = *t.own;
   const Walk<Config> walk = {p, t, own};
   const Exponential<Config> exponential(p, own);
   const int first = int(own.first / Config::Br), end = int(ceil_div(own.end, int64(Config::Br)));
   walk.copy_keys();
-  walk.copy_rows(first, 0);
-  walk.await_rows(0);
+  walk.template copy_rows<true, true, Traits::compact>(first, 0);
   walk.round_keys();
-  __syncthreads();                                      // K, V, Q, dO are there
+  if constexpr (Traits::arrives_early) {
+    walk.await_rows(0);
+    __syncthreads();                                    // K, V, Q, dO are there
+  }
   int stage = 0;
 #pragma unroll 1
   for (int tile = first; tile < end; ++tile) {
+    if constexpr (!Traits::arrives_early) {
+      walk.await_rows(stage);
+      __syncthreads();                                  // Q and dO are there, first also K and V
+    }
     add_tile<Config>(g, walk, exponential, tile, end, stage);
     if constexpr (Config::stages > 1) stage = 1 - stage;
-    if constexpr (!BackwardFusedTraits<Config>::arrives_early) {
-      walk.await_rows(stage);
-      __syncthreads();                                  // the next Q and dO are there
-    }
   }
 }
 

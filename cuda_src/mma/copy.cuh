@@ -25,38 +25,44 @@ struct ChunkGrid {
   static CF_DEVICE bool owns(int i) { return height % step == 0 || row() + i * step < height; }
 };
 
-// A tile in the ordinary way, for rows that 16-byte copies do not fit: the thread has its own
-// part at once. Rolled up, because it stands beside the fast way in every loop.
-template <typename Config, int height, int width, int pitch>
-CF_DEVICE void copy_tile_slowly(typename Config::element* tile, const Tensor& t, uint64 base,
-                                int64 row0, int begin, int count, int columns, int64 group,
-                                int vector_bytes) {
+// Whether rows can be copied 16 bytes at a time, as they are.
+template <typename Config>
+CF_DEVICE bool copies_whole(const Tensor& t, int64 vector_bytes) {
+  return vector_bytes == 16 && (sizeof(typename Config::element) > 2 || t.kind != FLOAT32);
+}
+
+// The part of a tile that a thread copies, of any rows: packed ones, and such as 16-byte copies do
+// not fit; those are there at once. Rolled up, because it stands beside the fast way everywhere.
+template <typename Config, int width, int pitch>
+CF_DEVICE void copy_any_rows(typename Config::element* tile, int height, const Tensor& t,
+                             uint64 base, const PackedRows& packed, int begin, int count,
+                             int columns, int64 vector_bytes) {
   using T = typename Config::element;
-  using Grid = ChunkGrid<Config, height, width>;
-  const PackedRows packed(row0, group);
+  using Grid = ChunkGrid<Config, 1, width>;
+  const bool whole = copies_whole<Config>(t, vector_bytes);
 #pragma unroll 1
   for (int r = Grid::row(); r < height; r += Grid::step) {
     const uint64 row = base + packed.offset(t, r);
 #pragma unroll 1
     for (int c = Grid::column(); c < width; c += Grid::across * Grid::elements) {
+      T* const to = tile + r * pitch + c;
+      const bool there = r >= begin && r < count && c < columns;
+      if (whole) {
+        ptx::copy_16_bytes(ptx::Shared(to), row + c * int(sizeof(T)), there);
+        continue;
+      }
       Chunk chunk = {};
-      if (r >= begin && r < count && c < columns) {
+      if (there) {
         if (sizeof(T) == 2 && t.kind == FLOAT32) {
           if constexpr (sizeof(T) == 2) chunk = load_narrowed<T>(row + 4 * c, columns - c);
         } else {
           chunk = load_chunk(row + c * int(sizeof(T)), (columns - c) * int(sizeof(T)),
-                             vector_bytes);
+                             int(vector_bytes));
         }
       }
-      *reinterpret_cast<Chunk*>(tile + r * pitch + c) = chunk;
+      *reinterpret_cast<Chunk*>(to) = chunk;
     }
   }
-}
-
-// Whether rows can be copied 16 bytes at a time, as they are.
-template <typename Config>
-CF_DEVICE bool copies_whole(const Tensor& t, int64 vector_bytes) {
-  return vector_bytes == 16 && (sizeof(typename Config::element) > 2 || t.kind != FLOAT32);
 }
 
 // Where a thread's copies of a tile start in shared memory.
@@ -77,8 +83,8 @@ CF_DEVICE uint64 copy_start(const Tensor& t, uint64 base, int64 row0) {
 
 // Starts to copy the thread's part of a tile [height, width], from its `copy_start` to its
 // `copy_place`, of an array that can be copied whole. Rows before `begin` and from `count` on, and
-// columns from `columns` on, become zero; `all`: there are no such rows. Elements arrive as they are:
-// see `round_tile`.
+// columns from `columns` on, become zero; `all`: there are no such rows. Elements arrive as they
+// are: see `round_tile`.
 template <typename Config, int height, int width, int pitch, bool all = false>
 CF_DEVICE void copy_rows(ptx::Shared to, const Tensor& t, uint64 from, int begin, int count,
                          int columns) {
@@ -101,38 +107,33 @@ CF_DEVICE void copy_rows(ptx::Shared to, const Tensor& t, uint64 from, int begin
   }
 }
 
-// The same of packed rows of the heads that start at `base`.
-template <typename Config, int height, int width, int pitch>
-CF_DEVICE void copy_packed_rows(typename Config::element* tile, const Tensor& t, uint64 base,
-                                const PackedRows& packed, int begin, int count, int columns) {
-  using T = typename Config::element;
-  using Grid = ChunkGrid<Config, height, width>;
-#pragma unroll 1
-  for (int r = Grid::row(); r < height; r += Grid::step) {
-    const uint64 from = base + packed.offset(t, r);
-#pragma unroll
-    for (int j = 0; j < Grid::columns; ++j) {
-      const int c = Grid::column() + j * Grid::across * Grid::elements;
-      ptx::copy_16_bytes(ptx::Shared(tile) + (r * pitch + c) * int(sizeof(T)),
-                         from + c * int(sizeof(T)), r >= begin && r < count && c < columns);
-    }
-  }
-}
-
-// The same of any rows. group: query heads of a key head, 1 for keys and values.
+// Starts to copy a tile: its first row is packed row `row0` of the heads that start at `base`.
+// group: query heads of a key head, 1 for keys and values.
 template <typename Config, int height, int width, int pitch>
 CF_DEVICE void copy_tile(typename Config::element* tile, const Tensor& t, uint64 base, int64 row0,
                          int begin, int count, int columns, int64 group, int64 vector_bytes) {
-  if (!copies_whole<Config>(t, vector_bytes)) {
-    copy_tile_slowly<Config, height, width, pitch>(tile, t, base, row0, begin, count, columns,
-                                                   group, int(vector_bytes));
-  } else if (group == 1) {
+  if (group == 1 && copies_whole<Config>(t, vector_bytes)) {
     copy_rows<Config, height, width, pitch>(copy_place<Config, height, width, pitch>(tile), t,
                                             copy_start<Config, height, width>(t, base, row0), begin,
                                             count, columns);
   } else {
-    copy_packed_rows<Config, height, width, pitch>(tile, t, base, PackedRows(row0, group), begin,
-                                                   count, columns);
+    copy_any_rows<Config, width, pitch>(tile, height, t, base, PackedRows(row0, group), begin,
+                                        count, columns, vector_bytes);
+  }
+}
+
+// Calls `change` with each of the thread's own chunks of a tile, which have arrived.
+template <typename Config, int height, int width, int pitch, typename Change>
+CF_DEVICE void change_tile(typename Config::element* tile, const Change& change) {
+  using Grid = ChunkGrid<Config, height, width>;
+  auto* const own = tile + Grid::row() * pitch + Grid::column();
+#pragma unroll
+  for (int i = 0; i < Grid::rows; ++i) {
+    if (!Grid::owns(i)) break;
+#pragma unroll
+    for (int j = 0; j < Grid::columns; ++j) {
+      change(own + i * Grid::step * pitch + j * Grid::across * Grid::elements);
+    }
   }
 }
 
@@ -140,22 +141,32 @@ CF_DEVICE void copy_tile(typename Config::element* tile, const Tensor& t, uint64
 // elements as they are.
 template <typename Config, int height, int width, int pitch>
 CF_DEVICE void round_tile(typename Config::element* tile) {
-  using Grid = ChunkGrid<Config, height, width>;
   if constexpr (Config::precision == 1) {
-    float* const own = tile + Grid::row() * pitch + Grid::column();
+    change_tile<Config, height, width, pitch>(tile, [](float* own) {
+      Chunk* const chunk = reinterpret_cast<Chunk*>(own);
+      Chunk x = *chunk;
 #pragma unroll
-    for (int i = 0; i < Grid::rows; ++i) {
-      if (!Grid::owns(i)) break;
+      for (int w = 0; w < 4; ++w) x.word[w] = round_to_tf32(x.word[w]);
+      *chunk = x;
+    });
+  }
+}
+
+// The same, but 3xTF32 gets its operands in two parts: the second ones in a tile behind the first.
+template <typename Config, int height, int width, int pitch>
+CF_DEVICE void ready_tile(typename Config::element* tile) {
+  if constexpr (Config::precision == 2) {
+    change_tile<Config, height, width, pitch>(tile, [](float* own) {
+      Chunk* const chunk = reinterpret_cast<Chunk*>(own);
+      const Chunk x = *chunk;
+      Parts<Chunk> parts;
 #pragma unroll
-      for (int j = 0; j < Grid::columns; ++j) {
-        Chunk* const chunk = reinterpret_cast<Chunk*>(own + i * Grid::step * pitch
-                                                      + j * Grid::across * Grid::elements);
-        Chunk x = *chunk;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) x.word[w] = round_to_tf32(x.word[w]);
-        *chunk = x;
-      }
-    }
+      for (int w = 0; w < 4; ++w) split(x.word[w], parts.high.word[w], parts.low.word[w]);
+      *chunk = parts.high;
+      *reinterpret_cast<Chunk*>(own + height * pitch) = parts.low;
+    });
+  } else {
+    round_tile<Config, height, width, pitch>(tile);
   }
 }
 

@@ -131,8 +131,8 @@ struct ForwardWalk {
       copy_rows<Config, Bc, Config::d, Traits::pitch>(k_place, p.k, start_K(of, key0), first, end,
                                                       int(p.d));
     } else {
-      copy_tile_slowly<Config, Bc, Config::d, Traits::pitch>(t.K, p.k, of.k_base, key0, first, end,
-                                                             int(p.d), 1, int(p.vector_bytes));
+      copy_any_rows<Config, Config::d, Traits::pitch>(t.K, Bc, p.k, of.k_base, PackedRows(key0, 1),
+                                                      first, end, int(p.d), p.vector_bytes);
     }
   }
   CF_DEVICE void copy_V(int key0) const {
@@ -141,15 +141,16 @@ struct ForwardWalk {
       copy_rows<Config, Bc, Config::d_v, Traits::pitch_v>(v_place, p.v, start_V(key0), first, end,
                                                           int(p.d_v));
     } else {
-      copy_tile_slowly<Config, Bc, Config::d_v, Traits::pitch_v>(
-          t.V, p.v, task.v_base, key0, first, end, int(p.d_v), 1, int(p.vector_bytes));
+      copy_any_rows<Config, Config::d_v, Traits::pitch_v>(t.V, Bc, p.v, task.v_base,
+                                                          PackedRows(key0, 1), first, end,
+                                                          int(p.d_v), p.vector_bytes);
     }
   }
 
   // Where the plain tiles from key0 on end: all rows see all of their keys, and they and the K that
   // is copied during the last of them can be copied whole.
   CF_DEVICE int plain_end(int key0) const {
-    if (p.vector_bytes != 16 || key0 < task.seen.inner_first) return key0;
+    if (!Traits::plain_loop || p.vector_bytes != 16 || key0 < task.seen.inner_first) return key0;
     return min(task.seen.inner_end, task.seen.end - Bc);
   }
 
@@ -160,7 +161,7 @@ struct ForwardWalk {
   CF_DEVICE void step(Warp& warp, int key0, uint64 k_from, uint64 v_from) const {
     typename Warp::S scores;
     ptx::wait_for_copies<0>();
-    round_tile<Config, Bc, Config::d, Traits::pitch>(t.K);
+    ready_tile<Config, Bc, Config::d, Traits::pitch>(t.K);
     __syncthreads();                                    // K is there; V may go
     if constexpr (plain) {
       copy_rows<Config, Bc, Config::d_v, Traits::pitch_v, true>(v_place, p.v, v_from, 0, Bc,
@@ -172,7 +173,7 @@ struct ForwardWalk {
     const bool any = plain || task.own.any(key0, Bc);
     if (any) warp.multiply_keys(scores);
     if (!plain && any && !task.own.all(key0, Bc)) {
-      if (key0 >= task.own.inner_first) {
+      if (Traits::plain_loop && key0 >= task.own.inner_first) {
         warp.template hide<false>(scores, task.keys, task.rows, key0);
       } else {
         warp.template hide<true>(scores, task.keys, task.rows, key0);
@@ -182,7 +183,7 @@ struct ForwardWalk {
     bool moves = false;
     if constexpr (Traits::parts == 2) moves = warp.softmax.find_top(scores, any, top);
     ptx::wait_for_copies<0>();
-    round_tile<Config, Bc, Config::d_v, Traits::pitch_v>(t.V);
+    ready_tile<Config, Bc, Config::d_v, Traits::pitch_v>(t.V);
     // V is there; K may go. Warps that share rows must agree on whether their references move; the
     // others look at their scores later, for the products may still be on their way.
     if constexpr (Traits::parts == 2) {
@@ -244,16 +245,13 @@ CF_DEVICE void forward_registers_tile(const ForwardParams& p,
                              p.v.address + b * p.v.b + head_k * p.v.h, split};
   ForwardTask task = known;
   ptx::keep_in_memory(task);       // before there are copies to wait behind
-  if (p.vector_bytes != 16) {
-    copy_tile_slowly<Config, Br, Config::d, Traits::pitch_Q>(
-        t.Q, p.q, rows.base(p.q), row0, 0, rows.rows, int(p.d), p.group, int(p.vector_bytes));
-  } else if (p.group == 1) {
+  if (p.vector_bytes == 16 && p.group == 1) {
     copy_rows<Config, Br, Config::d, Traits::pitch_Q>(
         copy_place<Config, Br, Config::d, Traits::pitch_Q>(t.Q), p.q,
         copy_start<Config, Br, Config::d>(p.q, rows.base(p.q), row0), 0, rows.rows, int(p.d));
   } else {
-    copy_packed_rows<Config, Br, Config::d, Traits::pitch_Q>(t.Q, p.q, rows.base(p.q), rows.packed,
-                                                             0, rows.rows, int(p.d));
+    copy_any_rows<Config, Config::d, Traits::pitch_Q>(t.Q, Br, p.q, rows.base(p.q), rows.packed, 0,
+                                                      rows.rows, int(p.d), p.vector_bytes);
   }
   const ForwardWalk<Config> walk(p, t, task);
   const int begin = known.seen.first / Bc * Bc;

@@ -21,9 +21,13 @@ struct ForwardRegistersTraits {
   static constexpr int pitch_P = rows_pitch<T>(Config::Bc);
   static constexpr int bytes_P = parts == 1 ? 0 : Config::Br * pitch_P * int(sizeof(T));
   static constexpr int bytes_rows = parts == 1 ? 0 : parts * Config::Br * int(sizeof(float));
+  static constexpr int rests = rest_rows<Config>(Config::Bc), rows_K = Config::Bc + rests;
   static constexpr int smem_bytes =
-      (Config::Br * pitch_Q + Config::Bc * (pitch + pitch_v)) * int(sizeof(T)) + bytes_P
+      (Config::Br * pitch_Q + rows_K * (pitch + pitch_v)) * int(sizeof(T)) + bytes_P
       + 2 * bytes_rows;
+  // Whether tiles that all rows see have a loop of their own. In the wide types the products take
+  // so long that the branches around them matter less than the time to compile them twice.
+  static constexpr bool plain_loop = sizeof(T) == 2;
   static_assert(Config::d % 16 == 0 && Config::d_v % (16 * parts) == 0,
                 "d and d_v must be multiples of 16");
   static_assert(Config::Br * parts % (16 * Config::warps) == 0, "a warp must have whole fragments");
@@ -37,16 +41,16 @@ struct ForwardRegistersTiles {
   using T = typename Config::element;
   using Traits = ForwardRegistersTraits<Config>;
   T* Q;                // [Br, d], and out [Br, d_v]
-  T* K;                // [Bc, d]
-  T* V;                // [Bc, d_v]
+  T* K;                // [Bc, d], in 3xTF32 followed by its rests
+  T* V;                // [Bc, d_v], likewise
   T* P;                // [Br, Bc]; in two parts only, like what follows
   float *top, *l;      // [2, Br]: what a part's rows say of themselves to the other part's
 
   CF_DEVICE explicit ForwardRegistersTiles(unsigned char* memory) {
     Carver carver{memory};
     Q = carver.take<T>(Config::Br * Traits::pitch_Q * int(sizeof(T)));
-    K = carver.take<T>(Config::Bc * Traits::pitch * int(sizeof(T)));
-    V = carver.take<T>(Config::Bc * Traits::pitch_v * int(sizeof(T)));
+    K = carver.take<T>(Traits::rows_K * Traits::pitch * int(sizeof(T)));
+    V = carver.take<T>(Traits::rows_K * Traits::pitch_v * int(sizeof(T)));
     P = carver.take<T>(Traits::bytes_P);
     top = carver.take<float>(Traits::bytes_rows);
     l = carver.take<float>(Traits::bytes_rows);
@@ -70,8 +74,8 @@ struct ForwardWarp {
   using Tiles = ForwardRegistersTiles<Config>;
 
   ReaderA<Config, Layout::row, Traits::pitch_Q> Q;
-  ReaderB<Config, Layout::col, Traits::pitch> K;
-  ReaderB<Config, Layout::row, Traits::pitch_v> V;
+  ReaderB<Config, Layout::col, Traits::pitch, Order::paired, Traits::rests> K;
+  ReaderB<Config, Layout::row, Traits::pitch_v, Order::paired, Traits::rests> V;
   typename F::A kept[fragments][Config::keep_Q ? depths : 1];
   typename F::C acc[fragments][columns];
   OnlineSoftmax<Config, fragments> softmax;
@@ -93,11 +97,14 @@ struct ForwardWarp {
   // scores = Q K^T.
   CF_DEVICE void multiply_keys(S& scores) const {
     constexpr int piece = chain_depth<Config>() > 0 ? chain_depth<Config>() / F::depth : depths;
-#pragma unroll
+    constexpr int unrolled = Config::precision == 2 ? 2 : depths;      // its code is long enough
+#pragma unroll unrolled
     for (int k0 = 0; k0 < depths; k0 += piece) {
       Sums<Config> sums[fragments][keys];
 #pragma unroll
-      for (int k = k0; k < min(k0 + piece, depths); ++k) {
+      for (int x = 0; x < piece; ++x) {
+        const int k = k0 + x;
+        if (depths % piece != 0 && k >= depths) break;
         decltype(operand<Config>(kept[0][0])) a[fragments];
 #pragma unroll
         for (int i = 0; i < fragments; ++i) {

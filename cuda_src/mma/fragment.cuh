@@ -74,6 +74,36 @@ struct LaneStart {
   }
 };
 
+// What 3xTF32 makes of elements: the part that TF32 keeps, and the rest.
+template <typename Words>
+struct Parts {
+  Words high, low;
+};
+
+// The first part is rounded, so that the rest may have either sign: the product of two rests, which
+// nobody computes, and what the instruction cuts off a rest do not add up then.
+CF_DEVICE void split(uint32 x, uint32& high, uint32& low) {
+  high = ptx::round_to_tf32(x);
+  low = ptx::float_to_bits(ptx::bits_to_float(x) - ptx::bits_to_float(high));
+}
+
+// A loaded operand as a product takes it: in 3xTF32 in two parts, otherwise as it is.
+template <typename Config, typename Fragment>
+CF_DEVICE auto operand(const Fragment& x) {
+  if constexpr (Config::precision == 2) {
+    Parts<Fragment> parts;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) split(x.x[e], parts.high.x[e], parts.low.x[e]);
+    return parts;
+  } else {
+    return x;
+  }
+}
+template <typename Config, typename Fragment>
+CF_DEVICE const Parts<Fragment>& operand(const Parts<Fragment>& x) {
+  return x;
+}
+
 // A tile in shared memory as fragments of A. Layout::row: the tile is [m, k]; Layout::col: [k, m].
 template <typename Config, Layout layout, int pitch, Order order = Order::paired>
 struct ReaderA {
@@ -110,8 +140,9 @@ struct ReaderA {
   }
 };
 
-// The same as fragments of B. Layout::row: the tile is [k, n]; Layout::col: [n, k].
-template <typename Config, Layout layout, int pitch, Order order = Order::paired>
+// The same as fragments of B. Layout::row: the tile is [k, n]; Layout::col: [n, k]. rests: rows
+// from the tile to a second one, which has the rests of its elements; 0: there is none.
+template <typename Config, Layout layout, int pitch, Order order = Order::paired, int rests = 0>
 struct ReaderB {
   using F = Fragments<Config>;
   using T = typename F::T;
@@ -127,8 +158,16 @@ struct ReaderB {
       : tile(t + (row ? Start::along(pairs, lane) : Start::across(lane))),
         place(ptx::Shared(t) + Start::matrices(row, lane) * int(sizeof(T))) {}
 
-  // The fragment whose corner is element (k, j) of B.
-  CF_DEVICE typename F::B load(int k, int j) const {
+  // The fragment whose corner is element (k, j) of B, in two parts if they are there.
+  CF_DEVICE auto load(int k, int j) const {
+    if constexpr (rests > 0) {
+      return Parts<typename F::B>{load_part(k, j),
+                                  row ? load_part(k + rests, j) : load_part(k, j + rests)};
+    } else {
+      return load_part(k, j);
+    }
+  }
+  CF_DEVICE typename F::B load_part(int k, int j) const {
     typename F::B b;
     const int corner = row ? k * pitch + j : j * pitch + k;
     if constexpr (matrices && !row) {
@@ -151,31 +190,6 @@ template <typename Config>
 CF_DEVICE void mma(typename Fragments<Config>::C& c, const typename Fragments<Config>::A& a,
                    const typename Fragments<Config>::B& b) {
   ptx::mma(typename Config::element{}, c.x, a.x, b.x);
-}
-
-// What 3xTF32 makes of an operand: the part that TF32 keeps, and the rest.
-template <typename Fragment>
-struct Parts {
-  Fragment high, low;
-};
-
-// A loaded operand as a product takes it: in 3xTF32 in two parts, otherwise as it is. The first
-// part is rounded, so that the rest may have either sign: the product of two rests, which nobody
-// computes, and what the instruction cuts off a rest do not add up then.
-template <typename Config, typename Fragment>
-CF_DEVICE auto operand(const Fragment& x) {
-  if constexpr (Config::precision == 2) {
-    Parts<Fragment> parts;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      parts.high.x[e] = ptx::round_to_tf32(x.x[e]);
-      parts.low.x[e] = ptx::float_to_bits(ptx::bits_to_float(x.x[e])
-                                          - ptx::bits_to_float(parts.high.x[e]));
-    }
-    return parts;
-  } else {
-    return x;
-  }
 }
 
 // A sum of products. 3xTF32 has a sum of its own for the small ones, which would lose digits next
@@ -222,6 +236,13 @@ CF_DEVICE void add_totals(typename Fragments<Config>::C (&total)[M][N],
       }
     }
   }
+}
+
+// Rows of the tile that holds the rests of another's elements, for 3xTF32, where a block splits
+// operands once and not each warp for itself. 0: there is none.
+template <typename Config>
+CF_HOST_DEVICE constexpr int rest_rows(int rows) {
+  return Config::precision == 2 ? rows : 0;
 }
 
 // Whether sums over many tiles must be made of the sums of single tiles by ordinary additions.

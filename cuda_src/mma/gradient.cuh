@@ -28,8 +28,10 @@ struct BackwardFusedTraits {
   static constexpr bool exchange = Config::parts > 1 && Config::roles == 1 && sizeof(T) < 8;
   static constexpr bool own = sizeof(T) < 8;            // operands in registers, of the warp's rows
   static constexpr int state_bytes = 2 * Config::Br * int(sizeof(A));
+  static constexpr int rests = rest_rows<Config>(Config::Br);          // of Q and dO
   static constexpr int rows_bytes =
-      Config::Br * (rows_pitch<T>(Config::d) + rows_pitch<T>(Config::d_v)) * int(sizeof(T));
+      (Config::Br + rests) * (rows_pitch<T>(Config::d) + rows_pitch<T>(Config::d_v))
+      * int(sizeof(T));
   static constexpr int keys_bytes =
       Config::Bc * (rows_pitch<T>(Config::d) + rows_pitch<T>(Config::d_v)) * int(sizeof(T));
   static constexpr int score_bytes = Config::Bc * rows_pitch<T>(Config::Br) * int(sizeof(T));
@@ -54,6 +56,8 @@ struct BackwardFusedTraits {
   static constexpr bool free_early = own && Config::parts == 1 && Config::precision != 2;
   // Whether the next rows are awaited together with dS.
   static constexpr bool arrives_early = free_early && Config::roles > 1 && Config::stages > 1;
+  // The walk over the rows is long enough in the wide types to begin slowly, with less to compile.
+  static constexpr bool compact = sizeof(T) > 2;
   // Wide tiles of dQ are added in two passes with other products between them: all at once, the
   // additions would fill the queue that loads stand in, too. Nor do all sums of 3xTF32 fit at once.
   static constexpr bool halves_dq = Config::parts > 1 || Config::precision == 2;
@@ -145,9 +149,10 @@ struct FusedTiles {
   using A = accumulator<T>;
   static constexpr int q_pitch = rows_pitch<T>(Config::d), v_pitch = rows_pitch<T>(Config::d_v);
   static constexpr int s_pitch = rows_pitch<T>(Config::Br);
-  static constexpr int q_step = Config::Br * q_pitch, v_step = Config::Br * v_pitch;
+  static constexpr int q_step = (Config::Br + Traits::rests) * q_pitch;
+  static constexpr int v_step = (Config::Br + Traits::rests) * v_pitch;
   T *K, *V;            // [Bc, d], [Bc, d_v]
-  T *Q, *dO;           // [stages, Br, d], [stages, Br, d_v]
+  T *Q, *dO;           // [stages, Br, d], [stages, Br, d_v], in 3xTF32 each followed by its rests
   T *dS, *P;           // [Bc, Br]: transposed
   A* P_sums;           // [Bc, Br] in the order of registers, where P and dP have warps of their own
   A* state;            // [stages, lse or delta, Br]; lse is +inf where no key is seen

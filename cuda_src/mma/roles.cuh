@@ -82,8 +82,8 @@ struct RoleStep : Step<Config> {
     const int row = S::part() * Traits::part;
     const ReaderA<Config, Layout::row, Tiles::q_pitch> keys(values ? this->t.V : this->t.K,
                                                             here());
-    const ReaderB<Config, Layout::col, Tiles::q_pitch> rows(values ? this->dO : this->Q,
-                                                            here());
+    const ReaderB<Config, Layout::col, Tiles::q_pitch, Order::paired, Traits::rests> rows(
+        values ? this->dO : this->Q, here());
     if (!has_P()) meanwhile();                          // P takes longer than dP
     multiply_scores<Config, Config::d>(x, keys, rows, S::strip(), row);
     if (has_P()) {
@@ -103,7 +103,7 @@ struct RoleStep : Step<Config> {
   // dV += P^T dO or dK += dS^T Q over the rows of a part.
   CF_DEVICE void add_part(RoleGradient<Config>& g, const typename F::A (&a)[M][K], int part) const {
     const T* const rows = has_P() ? this->dO : this->Q;
-    const ReaderB<Config, Layout::row, Tiles::q_pitch, Base::order> B(rows, here());
+    const ReaderB<Config, Layout::row, Tiles::q_pitch, Base::order, Traits::rests> B(rows, here());
     accumulate<Config>(g.x, a, B, part * Traits::part, S::part() * Traits::d_part);
   }
 

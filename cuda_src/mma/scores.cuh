@@ -37,7 +37,7 @@ CF_DEVICE void multiply_scores(typename Fragments<Config>::C (&S)[M][N], const R
   using F = Fragments<Config>;
   constexpr int piece = chain_depth<Config>() > 0 ? chain_depth<Config>() : depth;
   static_assert(depth % piece == 0, "head dims must be padded to whole chains");
-#pragma unroll 1
+#pragma unroll 2
   for (int k0 = 0; k0 < depth; k0 += piece) {
     Sums<Config> sums[M][N];
 #pragma unroll

@@ -6,6 +6,13 @@
 
 namespace cf {
 
+template <typename T>
+CF_DEVICE void swap(T& x, T& y) {
+  const T kept = x;
+  x = y;
+  y = kept;
+}
+
 // dK and dV of a strip, in the columns of one warp.
 template <typename Config>
 struct Gradients {
@@ -26,6 +33,9 @@ struct Step {
   using T = typename Config::element;
   using A = accumulator<T>;
   static constexpr int M = S::keys, N = S::rows;
+  // The two products of scores differ in nothing but addresses if d is d_v, and so do those of dV
+  // and dK: in 3xTF32, where they are long, they are compiled once.
+  static constexpr bool alike = Config::precision == 2 && Config::d == Config::d_v;
   static constexpr Order order = depth_order<Config>();
   const Tiles& t;
   const SeenSpan& seen;
@@ -43,21 +53,44 @@ struct Step {
         state(t.state + stage * 2 * Config::Br),
         ranges(t.ranges + stage * Config::Br) {}
 
-  // P of the warp's strip and the rows row ... row + piece.
-  CF_DEVICE void find_P(typename F::C (&P)[M][N], int row,
-                        const Exponential<Config>& exponential) const {
-    using ReadK = ReaderA<Config, Layout::row, Tiles::q_pitch>;
-    using ReadQ = ReaderB<Config, Layout::col, Tiles::q_pitch>;
-    const ReadK keys(t.K, here());
-    multiply_scores<Config, Config::d>(P, keys, ReadQ(Q, here()), S::strip(), row);
-    find_exponents<Config>(P, state + row, exponential);
+  // x = A B^T of the warp's strip and the rows row ... row + piece: products of keys and queries,
+  // or dP of values and gradients.
+  template <int depth, int pitch>
+  CF_DEVICE void multiply(typename F::C (&x)[M][N], const T* A, const T* B, int row) const {
+    const ReaderA<Config, Layout::row, pitch> strip(A, here());
+    const ReaderB<Config, Layout::col, pitch, Order::paired, Traits::rests> rows(B, here());
+    multiply_scores<Config, depth>(x, strip, rows, S::strip(), row);
+  }
+  // qk -> exponents of P; -inf where a key is not seen.
+  CF_DEVICE void find_exponents(typename F::C (&P)[M][N], int row,
+                                const Exponential<Config>& exponential) const {
+    cf::find_exponents<Config>(P, state + row, exponential);
     if (hides) hide<Config>(P, ranges + row, S::strip(), -inf<A>());
   }
-  CF_DEVICE void find_dP(typename F::C (&dP)[M][N], int row) const {
-    using ReadV = ReaderA<Config, Layout::row, Tiles::v_pitch>;
-    using ReadO = ReaderB<Config, Layout::col, Tiles::v_pitch>;
-    const ReadV values(t.V, here());
-    multiply_scores<Config, Config::d_v>(dP, values, ReadO(dO, here()), S::strip(), row);
+
+  // Exponents of P, and dP.
+  CF_DEVICE void find_both(typename F::C (&P)[M][N], typename F::C (&dP)[M][N], int row,
+                           const Exponential<Config>& exponential) const {
+    if constexpr (alike) {
+      const T *A_tile = t.K, *B_tile = Q;
+#pragma unroll 1
+      for (int n = 0; n < 2; ++n) {
+        if (n > 0) copy_sums(P, dP);
+        multiply<Config::d, Tiles::q_pitch>(dP, A_tile, B_tile, row);
+        A_tile = t.V;
+        B_tile = dO;
+      }
+      find_exponents(P, row, exponential);
+    } else {
+      multiply<Config::d, Tiles::q_pitch>(P, t.K, Q, row);
+      find_exponents(P, row, exponential);
+      multiply<Config::d_v, Tiles::v_pitch>(dP, t.V, dO, row);
+    }
+  }
+
+  static CF_DEVICE void copy_sums(typename F::C (&to)[M][N], const typename F::C (&from)[M][N]) {
+#pragma unroll
+    for (int i = 0; i < M * N; ++i) to[i / N][i % N] = from[i / N][i % N];
   }
 
   CF_DEVICE void share(T* tile, const typename F::C (&x)[M][N], int row) const {
@@ -75,12 +108,12 @@ struct Step {
   // dV += P^T dO and dK += dS^T Q over the rows row ... row + piece.
   template <typename Operand>
   CF_DEVICE void add_values(Gradients<Config>& g, const Operand& P, int row) const {
-    const ReaderB<Config, Layout::row, Tiles::v_pitch, order> B(dO, here());
+    const ReaderB<Config, Layout::row, Tiles::v_pitch, order, Traits::rests> B(dO, here());
     accumulate<Config>(g.v, P, B, row, S::part() * Traits::v_part);
   }
   template <typename Operand>
   CF_DEVICE void add_keys(Gradients<Config>& g, const Operand& dS, int row) const {
-    const ReaderB<Config, Layout::row, Tiles::q_pitch, order> B(Q, here());
+    const ReaderB<Config, Layout::row, Tiles::q_pitch, order, Traits::rests> B(Q, here());
     accumulate<Config>(g.k, dS, B, row, S::part() * Traits::d_part);
   }
 
@@ -97,6 +130,25 @@ struct Step {
     }
   }
 
+  // dV += P^T dO, then dK += dS^T Q, of which neither P nor dS remains.
+  CF_DEVICE void add_both(Gradients<Config>& g, typename F::C (&P)[M][N], typename F::C (&dS)[M][N],
+                          int row) const {
+    const T* tile = dO;
+#pragma unroll 1
+    for (int n = 0; n < 2; ++n) {
+      typename F::A a[M][N * 16 / F::depth];
+      make_operands<Config>(a, P);
+      const ReaderB<Config, Layout::row, Tiles::v_pitch, order, Traits::rests> B(tile, here());
+      accumulate<Config>(g.v, a, B, row, 0);
+      tile = Q;
+      copy_sums(P, dS);
+#pragma unroll
+      for (int x = 0; x < S::keys * S::d; ++x) {
+        swap(g.v[x / S::d][x % S::d], g.k[x / S::d][x % S::d]);
+      }
+    }
+  }
+
   CF_DEVICE void add_pieces(Gradients<Config>& g, const Exponential<Config>& exponential) const {
     constexpr int K = N * 16 / F::depth;
 #pragma unroll 1
@@ -105,18 +157,23 @@ struct Step {
       typename F::C P[M][N], dS[M][N];
       // Products and the arithmetic that does not need them stand side by side, without a branch
       // between them: the powers beside dP, dS beside dV.
-      find_P(P, row, exponential);
-      find_dP(dS, row);
+      find_both(P, dS, row, exponential);
       exponentiate<Config>(P);
       if (hides) hide<Config>(dS, ranges + row, S::strip(), A(0));
       if constexpr (Traits::exchange) share(t.P, P, row);
-      typename F::A a[M][K];
-      make_operands<Config>(a, P);
-      add_values(g, a, row);
-      differentiate<Config>(dS, P, state + Config::Br + row);
-      share(t.dS, dS, row);
-      make_operands<Config>(a, dS);
-      add_keys(g, a, row);
+      if constexpr (alike) {
+        differentiate<Config>(dS, P, state + Config::Br + row);
+        share(t.dS, dS, row);
+        add_both(g, P, dS, row);
+      } else {
+        typename F::A a[M][K];
+        make_operands<Config>(a, P);
+        add_values(g, a, row);
+        differentiate<Config>(dS, P, state + Config::Br + row);
+        share(t.dS, dS, row);
+        make_operands<Config>(a, dS);
+        add_keys(g, a, row);
+      }
     }
   }
 
@@ -127,8 +184,7 @@ struct Step {
     static_assert(Traits::own || Traits::part == Traits::piece, "all of dS waits in registers");
     const int row = S::part() * Traits::part;
     typename F::C P[M][N], dS[M][N];
-    find_P(P, row, exponential);
-    find_dP(dS, row);
+    find_both(P, dS, row, exponential);
     exponentiate<Config>(P);
     if (hides) hide<Config>(dS, ranges + row, S::strip(), A(0));
     share(t.P, P, row);
@@ -166,29 +222,33 @@ struct Step {
   }
 
   // sums += dS K, those of dq, in one pass over the warp's columns or in two.
-  template <int pass>
-  CF_DEVICE void add_queries(uint64 sums) const {
-    if (hides) {
-      add_columns<true>(sums, S::dq_column() + pass * S::dq_columns);
+  CF_DEVICE void add_queries(uint64 sums, int pass) const {
+    const int column = S::dq_column() + pass * S::dq_columns;
+    if (Config::precision == 2 || hides) {              // long code is compiled once
+      add_columns<true>(sums, column);
     } else {
-      add_columns<false>(sums, S::dq_column() + pass * S::dq_columns);
+      add_columns<false>(sums, column);
     }
   }
 
-  // hidden: some keys of the tile are seen by no row of it.
+  // hidden: some keys of the tile may be seen by no row of it.
   template <bool hidden>
   CF_DEVICE void add_columns(uint64 sums, int column) const {
     const ReaderA<Config, Layout::col, Tiles::s_pitch, order> A(t.dS, here());
     const ReaderB<Config, Layout::row, Tiles::q_pitch, order> B(t.K, here());
-    typename F::C dq[S::dq_rows][S::dq_columns];
-    const int first = hidden ? seen.first : 0, end = hidden ? seen.end : 0;
+    typename F::C dq[S::dq_rows][S::dq_columns] = {};
+    const bool some = hidden && hides;
+    const int first = some ? seen.first : 0, end = some ? seen.end : Config::Bc;
     constexpr int chain = Config::precision == 2 ? chain_depth<Config>() : Config::Bc;
-#pragma unroll(chain < Config::Bc ? 1 : Config::Bc)
+    constexpr int unrolled = hidden && Config::precision != 2 ? 1 : 8;
+#pragma unroll 1
     for (int k0 = 0; k0 < Config::Bc; k0 += chain) {
+      if (hidden && (k0 + chain <= first || k0 >= end)) continue;
       Sums<Config> piece[S::dq_rows][S::dq_columns];
-#pragma unroll(hidden ? 1 : 8)
-      for (int k = k0; k < k0 + chain; k += F::depth) {
-        if (hidden && (k + F::depth <= first || k >= end)) continue;
+#pragma unroll unrolled
+      for (int x = 0; x < chain; x += F::depth) {
+        const int k = k0 + x;
+        if (hidden && chain == Config::Bc && (k + F::depth <= first || k >= end)) continue;
         decltype(operand<Config>(typename F::A{})) a[S::dq_rows];
 #pragma unroll
         for (int i = 0; i < S::dq_rows; ++i) {
@@ -197,13 +257,13 @@ struct Step {
 #pragma unroll
         for (int j = 0; j < S::dq_columns; ++j) {
           typename F::B keys = B.load(k, 16 * (column + j));
-          if constexpr (hidden) forget_keys<Config, order>(keys, first - k, end - k);
+          if (some) forget_keys<Config, order>(keys, first - k, end - k);
           const auto b = operand<Config>(keys);
 #pragma unroll
           for (int i = 0; i < S::dq_rows; ++i) add_product<Config>(piece[i][j], a[i], b);
         }
       }
-      add_totals<Config>(dq, piece, k0 == 0);
+      add_totals<Config>(dq, piece, chain == Config::Bc);
     }
     sums += dq_offset<Config>(S::dq_row(), column, 0, here());
 #pragma unroll

@@ -34,8 +34,9 @@ CF_DEVICE bool find_steps(Steps& steps, const Tensor& t, int64 group, int row_st
     steps = {Config::Br * t.n, row_step * t.n};
     return true;
   }
-  steps = {Config::Br / group * t.n, row_step / group * t.n};
-  return row_step % group == 0 && Config::Br % group == 0;
+  const uint32 heads = uint32(group), tile = Config::Br, step = uint32(row_step);
+  steps = {tile / heads * t.n, step / heads * t.n};
+  return step % heads == 0 && tile % heads == 0;
 }
 
 // A key counted from the block's first, and no further than its last.
@@ -121,22 +122,36 @@ struct Walk {
   // Starts the copies of K and V. Keys that nobody sees become zeros.
   CF_DEVICE void copy_keys() const {
     if (!copies()) return;
-    copy_tile<Copiers<Config>, Config::Bc, Config::d, Tiles::q_pitch>(
-        t.K, p.k, own.k, own.key0, own.seen_first, own.seen_end, int(p.d), 1, p.vector_bytes);
-    copy_tile<Copiers<Config>, Config::Bc, Config::d_v, Tiles::v_pitch>(
-        t.V, p.v, own.v, own.key0, own.seen_first, own.seen_end, int(p.d_v), 1, p.vector_bytes);
+    copy_keys_of<Config::d, Tiles::q_pitch>(t.K, p.k, own.k, int(p.d));
+    copy_keys_of<Config::d_v, Tiles::v_pitch>(t.V, p.v, own.v, int(p.d_v));
+  }
+
+  template <int width, int pitch>
+  CF_DEVICE void copy_keys_of(typename Config::element* tile, const Tensor& x, uint64 base,
+                              int columns) const {
+    if (!Traits::compact && copies_whole<Config>(x, p.vector_bytes)) {
+      using Threads = Copiers<Config>;
+      cf::copy_rows<Threads, Config::Bc, width, pitch>(
+          copy_place<Threads, Config::Bc, width, pitch>(tile), x,
+          copy_start<Threads, Config::Bc, width>(x, base, own.key0), own.seen_first, own.seen_end,
+          columns);
+    } else {
+      copy_slowly<width, pitch>(tile, Config::Bc, x, base, PackedRows(own.key0, 1), own.seen_first,
+                                own.seen_end, columns, p.vector_bytes);
+    }
   }
 
   // Starts the copies of a tile of rows and of what is known of them: by steps where that can be;
   // otherwise rows that see none of the keys become zeros.
-  template <bool queries = true, bool gradients = true>
+  // slowly: in the way that is always there, which saves compiling the other.
+  template <bool queries = true, bool gradients = true, bool slowly = false>
   CF_DEVICE void copy_rows(int tile, int stage) const {
     if (!copies()) return;
     using T = typename Config::element;
     T* const Q = t.Q + stage * Tiles::q_step;
     T* const dO = t.dO + stage * Tiles::v_step;
     const int64 row0 = int64(tile) * Config::Br;
-    if (own.regular && row0 >= own.first && row0 + Config::Br <= own.end) {
+    if (!slowly && own.regular && row0 >= own.first && row0 + Config::Br <= own.end) {
       const uint32 group = uint32(p.group);
       if (queries) {
         copy_whole_tile<Config, Config::d, Tiles::q_pitch>(Q, p.q, own.q, own.q_steps, tile,
@@ -147,72 +162,87 @@ struct Walk {
                                                              tile, int(p.d_v), group);
       }
     } else {
-      copy_some_rows<queries, gradients>(Q, dO, tile);
+      copy_some_rows(p, tile, stage, queries, gradients);
     }
     if (gradients) copy_state(tile, stage);
     ptx::close_copies();
-    if (gradients && !whole(tile)) find_hidden(tile, stage);
+    if (gradients && !whole(tile)) find_hidden(p, tile, stage);
   }
 
   CF_DEVICE void copy_state(int tile, int stage) const {
     const uint64 from = state_address<Config>(p, own.head, tile);
     const ptx::Shared to(t.state + stage * 2 * Config::Br);
+#pragma unroll 1
     for (int i = 16 * int(threadIdx.x); i < Traits::state_bytes; i += 16 * Traits::copiers) {
       ptx::copy_16_bytes(to + i, from + i, true);
     }
   }
 
-  template <bool queries, bool gradients>
-  CF_DEVICE void copy_some_rows(typename Config::element* Q, typename Config::element* dO,
-                                int tile) const {
-    const Rows rows = rows_of(tile);
-    const int begin = begin_of(rows);
+  // What follows is rare, and called so that it is compiled once, not wherever rows are copied.
+  template <int width, int pitch>
+  CF_DEVICE_CALLED static void copy_slowly(typename Config::element* tile, int height,
+                                           const Tensor& x, uint64 base, PackedRows packed,
+                                           int begin, int count, int columns,
+                                           int64 vector_bytes) {
+    copy_any_rows<Copiers<Config>, width, pitch>(tile, height, x, base, packed, begin, count,
+                                                 columns, vector_bytes);
+  }
+
+  CF_DEVICE_CALLED static void copy_some_rows(const BackwardParams& p, int tile, int stage,
+                                              bool queries, bool gradients) {
+    CF_DYNAMIC_SHARED(memory);
+    const Tiles t(memory);
+    const OwnKeys& own = *t.own;
+    const Walk walk = {p, t, own};
+    const Rows rows = walk.rows_of(tile);
+    const int begin = walk.begin_of(rows);
     if (queries) {
-      copy_tile<Copiers<Config>, Config::Br, Config::d, Tiles::q_pitch>(
-          Q, p.q, own.q, rows.row0, begin, rows.rows, int(p.d), p.group, p.vector_bytes);
+      copy_slowly<Config::d, Tiles::q_pitch>(t.Q + stage * Tiles::q_step, Config::Br, p.q, own.q,
+                                             rows.packed, begin, rows.rows, int(p.d),
+                                             p.vector_bytes);
     }
     if (gradients) {
-      copy_tile<Copiers<Config>, Config::Br, Config::d_v, Tiles::v_pitch>(
-          dO, p.dout, own.dout, rows.row0, begin, rows.rows, int(p.d_v), p.group,
-          p.vector_bytes);
+      copy_slowly<Config::d_v, Tiles::v_pitch>(t.dO + stage * Tiles::v_step, Config::Br, p.dout,
+                                               own.dout, rows.packed, begin, rows.rows,
+                                               int(p.d_v), p.vector_bytes);
     }
   }
 
-  // What is hidden in a tile.
-  CF_DEVICE void find_hidden(int tile, int stage) const {
-    const Rows rows = rows_of(tile);
-    const int begin = begin_of(rows);
+  // The keys that each row sees, counted from the first of the block's, and those that any sees.
+  CF_DEVICE_CALLED static void find_hidden(const BackwardParams& p, int tile, int stage) {
+    CF_DYNAMIC_SHARED(memory);
+    const Tiles t(memory);
+    const OwnKeys& own = *t.own;
+    const Walk walk = {p, t, own};
+    const Rows rows = walk.rows_of(tile);
+    const int begin = walk.begin_of(rows), key0 = int(own.key0);
+    const TileKeys keys(p, rows, own.key0, own.key0 + own.keys);
     if (threadIdx.x == 0) {
-      const Range seen = visible_keys(p, rows.position(begin), rows.position(rows.rows - 1),
-                                      own.kv_len);
-      t.seen[tile % 4] = {from_first(own, seen.first), from_first(own, seen.end)};
+      t.seen[tile % 4] = {keys.of_row(rows, begin).first - key0,
+                          keys.of_row(rows, rows.rows - 1).end - key0};
     }
-    find_ranges(rows, begin, t.ranges + stage * Config::Br);
-  }
-
-  // ranges[r] = the keys that row r sees, counted from the first of the tile.
-  CF_DEVICE void find_ranges(const Rows& rows, int begin, KeyRange* ranges) const {
+    KeyRange* const ranges = t.ranges + stage * Config::Br;
+#pragma unroll 1
     for (int r = int(threadIdx.x); r < Config::Br; r += Traits::copiers) {
-      Range seen = {0, 0};
-      if (r >= begin && r < rows.rows) {
-        seen = visible_keys(p, rows.position(r), rows.position(r), own.kv_len);
-      }
-      ranges[r] = {from_first(own, seen.first), from_first(own, seen.end)};
+      const KeyRange seen = keys.of_row(rows, r);
+      const bool real = r >= begin && r < rows.rows;
+      ranges[r] = {real ? seen.first - key0 : 0, real ? seen.end - key0 : 0};
     }
   }
 
   // Waits for what the thread itself has copied, and rounds it where the kind asks for it.
   CF_DEVICE void round_keys() const {
-    if (!copies()) return;
+    if (Config::precision != 1 || !copies()) return;
+    ptx::wait_for_copies<0>();
     round_tile<Copiers<Config>, Config::Bc, Config::d, Tiles::q_pitch>(t.K);
     round_tile<Copiers<Config>, Config::Bc, Config::d_v, Tiles::v_pitch>(t.V);
   }
   CF_DEVICE void await_rows(int stage) const {
     if (!copies()) return;
     ptx::wait_for_copies<0>();
-    round_tile<Copiers<Config>, Config::Br, Config::d, Tiles::q_pitch>(t.Q
+    ready_tile<Copiers<Config>, Config::Br, Config::d, Tiles::q_pitch>(t.Q
                                                                        + stage * Tiles::q_step);
-    round_tile<Copiers<Config>, Config::Br, Config::d_v, Tiles::v_pitch>(t.dO
+    ready_tile<Copiers<Config>, Config::Br, Config::d_v, Tiles::v_pitch>(t.dO
                                                                          + stage * Tiles::v_step);
   }
 };

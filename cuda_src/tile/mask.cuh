@@ -132,6 +132,7 @@ struct SeenKeys {
 // ranges[r] = the keys that row r sees; none if it is not a real one.
 template <typename Config>
 CF_DEVICE void find_ranges(KeyRange* ranges, const Params& p, const Rows& rows) {
+#pragma unroll 1
   for (int r = int(threadIdx.x); r < Config::Br; r += 32 * Config::warps) {
     Range range = {0, 0};
     if (r < rows.rows) range = visible_keys(p, rows.position(r), rows.position(r), rows.kv_len);

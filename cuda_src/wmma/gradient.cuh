@@ -73,6 +73,7 @@ CF_DEVICE void load_state(const GradientTiles<Config, keeps>& t, const BackwardP
                           const Rows& rows) {
   using A = accumulator<typename Config::element>;
   find_ranges<Config>(t.ranges, p, rows);
+#pragma unroll 1
   for (int r = int(threadIdx.x); r < Config::Br; r += 32 * Config::warps) {
     A lse = -inf<A>();
     if (r < rows.rows) lse = at<const A>(rows.address(p.lse, r));

@@ -12,6 +12,12 @@ struct Uniform {
   CF_DEVICE T operator[](int) const { return value; }
 };
 
+// Called: chosen anew for every element of a tile, the types would be most of the kernel's code.
+template <typename T>
+CF_DEVICE_CALLED void store_element(uint64 address, int64 kind, T x) {
+  store(address, kind, x);
+}
+
 // t[row r] = factor[r] * acc[r] for r < count, 0 where the factor is 0: an accumulator that the row
 // did not fill may hold a NaN of its neighbours. base: the first row of the first head.
 template <typename Config, int M, int N, typename Factor>
@@ -31,7 +37,7 @@ CF_DEVICE void store_rows(const Tensor& t, uint64 base, const PackedRows& rows, 
       for (int j = 0; j < Acc::columns; ++j) {
         const int c = acc.column(j) + where.column(e);
         const T x = factor[r] != T(0) ? acc.x[i][j].x[e] * factor[r] : T(0);
-        if (c < columns) store(row + c * t.c, t.kind, x);
+        if (c < columns) store_element(row + c * t.c, t.kind, x);
       }
     }
   }

@@ -55,7 +55,7 @@ TILES = {
         FusedTile(128, 32, 64, 4, 1, 1, 1, 1, "16 keys a warp, in 163 KiB"),
     ),
     "tf32x3": (
-        FusedTile(64, 64, 64, 4, 1, 1, 1, 2, "16 keys a warp, two blocks fill each other's waits"),
+        FusedTile(64, 32, 64, 4, 1, 1, 1, 2, "16 keys a warp, two blocks fill each other's waits"),
         FusedTile(128, 32, 128, 8, 1, 1, 1, 1, "16 keys a warp, which leaves room for operands in "
                   "two parts"),
         FusedTile(128, 32, 64, 4, 1, 1, 1, 1, "16 keys a warp, in 163 KiB"),
@@ -120,6 +120,7 @@ def smem_bytes(config):
         return rows * (columns + (8 if size == 2 else 4)) * size
 
     keys, rows = (tile(n, config.d) + tile(n, config.d_v) for n in (config.Bc, config.Br))
+    rows *= 2 if config.precision == "tf32x3" else 1    # in two parts
     scores = tile(config.Bc, config.Br) * (2 if parts > 1 and roles == 1 and size < 8 else 1)
     scores += config.Bc * config.Br * max(4, size) if roles > 1 else 0
     state = config.Br * (2 * max(4, size) + 8)

@@ -54,6 +54,7 @@ ROWS = {
         Row(128, 32, 4, 64, "32 rows a warp, few keys: operands come in two parts"),
         Row(64, 32, 4, 128, "16 rows a warp, few keys: operands come in two parts"),
         Row(64, 16, 4, 256, "a wide d_v: 16 rows a warp and a fragment of keys"),
+        Row(32, 16, 2, 256, "a wide d_v in 99 KiB: two warps and a fragment of keys"),
     ),
     "float64": (
         Row(64, 16, 4, 64, "16 rows a warp, Q in registers", keep_Q=True),
@@ -110,7 +111,8 @@ def smem_bytes(config):
     itemsize = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[config.element]
     d, d_v, Br, Bc = config.d, config.d_v, config.Br, config.Bc
     pad = 8 if itemsize == 2 else 4
-    tiles = (Br * (max(d, d_v) + pad) + Bc * (d + pad + d_v + 16 // itemsize)) * itemsize
+    keys = 2 * Bc if config.precision == "tf32x3" else Bc      # in two parts
+    tiles = (Br * (max(d, d_v) + pad) + keys * (d + pad + d_v + 16 // itemsize)) * itemsize
     shared_rows = 0
     if dict(config.constants)["pairs"]:                 # P, and what two warps say of their rows
         shared_rows = Br * (Bc + pad) * itemsize + 2 * 2 * Br * 4
