@@ -8,6 +8,7 @@
 
 #include "../tile/order.cuh"
 #include "roles.cuh"
+#include "store.cuh"
 
 namespace cf {
 
@@ -36,18 +37,46 @@ CF_DEVICE bool has_dk() {
   return Config::roles == 1 || Share<Config>::role() == 1;
 }
 
-// The rows of a tile [Bc, width] to dk or dv.
+// Sums that lie side by side as 16 bytes of elements.
+template <typename T, typename A>
+CF_DEVICE Chunk round_sums(const A* x) {
+  Chunk chunk;
+  if constexpr (sizeof(T) == sizeof(A)) {
+    chunk = *reinterpret_cast<const Chunk*>(x);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) chunk.word[i] = ptx::pack<T>(x[2 * i], x[2 * i + 1]);
+  }
+  return chunk;
+}
+
+// The rows of a tile [Bc, width] to dk or dv, 16 bytes at a time where that can be: it can only if
+// they are of the type of the operands.
 template <typename Config, int width>
 CF_DEVICE void write_rows(const Tensor& t, uint64 base, const OwnKeys& own, int columns,
                           const accumulator<typename Config::element>* tile) {
-  constexpr int pitch = width + 4, pairs = width / 2;
-  constexpr int unrolled = BackwardFusedTraits<Config>::compact ? 1 : 4;
+  using T = typename Config::element;
+  constexpr int pitch = width + 4, threads = 32 * Config::warps;
+  const uint64 first = base + own.key0 * t.n;
+  if (in_pieces(t, sizeof(T), columns, 16)) {
+    constexpr int elements = 16 / int(sizeof(T)), chunks = width / elements;
+    constexpr int unrolled = BackwardFusedTraits<Config>::compact ? 1 : 2;
 #pragma unroll unrolled
-  for (int i = int(threadIdx.x); i < Config::Bc * pairs; i += 32 * Config::warps) {
-    const int key = i / pairs, c = i % pairs * 2;
-    if (key >= own.keys) break;
-    store_pair(t, base + (own.key0 + key) * t.n + c * t.c, columns - c, tile[key * pitch + c],
-               tile[key * pitch + c + 1]);
+    for (int i = int(threadIdx.x); i < Config::Bc * chunks; i += threads) {
+      const int key = i / chunks, c = i % chunks * elements;
+      if (key < own.keys && c < columns) {
+        at<Chunk>(first + key * t.n + c * int(sizeof(T))) = round_sums<T>(tile + key * pitch + c);
+      }
+    }
+  } else {
+    constexpr int pairs = width / 2;
+#pragma unroll 1
+    for (int i = int(threadIdx.x); i < Config::Bc * pairs; i += threads) {
+      const int key = i / pairs, c = i % pairs * 2;
+      if (key >= own.keys) break;
+      store_pair(t, first + key * t.n + c * t.c, columns - c, tile[key * pitch + c],
+                 tile[key * pitch + c + 1]);
+    }
   }
 }
 
