@@ -1,5 +1,6 @@
 """Drawn problems on the GPU, against the CPU path with the GPU's roundings and against float64."""
 
+import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
@@ -7,7 +8,7 @@ from itertools import product, repeat
 from multiprocessing import get_context
 
 import numpy as np
-from answers import answers_to, floors, judge
+from answers import answers_to, floor_of_draws, floors, judge
 from cases import CASES, KINDS, Case, inputs
 from gpu_check import say
 from gpu_compile import compile_one, units_of
@@ -103,12 +104,13 @@ def tile_of(case, where):
     return config.Br, config.Bc
 
 
-def apart(case, got, on_cpu, floor):
+def apart(case, got, on_cpu, floor, plain):
     """Difference of GPU and CPU path in units of what is allowed; floor: see `answers.floors`.
 
     Each split of the keys has references of its own, so other roundings of P: twice is allowed.
+    Those of `plain` problems are never the CPU path's, since the keys are walked from the last.
     """
-    allowed = APART[kind_of(case)] * (2 if case.Nk >= 1024 else 1)
+    allowed = APART[kind_of(case)] * (4 if plain else 2 if case.Nk >= 1024 else 1)
     a, b = got.astype(np.float64), on_cpu.astype(np.float64)
     finite = np.isfinite(b)
     if not np.array_equal(np.isfinite(a), finite):
@@ -164,6 +166,8 @@ def random(options, results):
     todo = [i for i in range(options.count) if i not in seen]
     say(f"{len(todo)} of {options.count} problems, {units} units")
     start = time.perf_counter()
+    for library in ("NUMBA", "OMP", "OPENBLAS"):        # the processes below are enough
+        os.environ[f"{library}_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         entries = ("forward", "backward", "dbias", "combine", "reduce_chunks")
         list(pool.map(compile_on_cpu, *zip(*product(entries, ("float32", "float64")), strict=True)))
@@ -186,30 +190,6 @@ def random(options, results):
     return 1 if bad else 0
 
 
-def second_floor(case, wide, answers, floor):
-    """The floor, or twice the plain program's largest error over eight draws of the case's data.
-
-    The largest error of one draw is a matter of luck, the plain program's as much as ours: among
-    2,000 problems a handful of draws flatter it by more than the rule's factor of two. Errors are
-    carried from draw to draw in units of the largest value.
-    """
-    largest = dict.fromkeys(NAMES, 0.0)
-    for step in range(8):
-        x = inputs(replace(case, seed=case.seed + step))
-        want, plain = answers_to(x, None if wide else x.q.dtype)
-        for name in NAMES:
-            a, b = getattr(want, name), getattr(plain, name)
-            if a is not None and np.isfinite(a).any():
-                seen = np.isfinite(a)
-                error = np.abs(b[seen] - a[seen]).max() / np.abs(a[seen]).max()
-                largest[name] = max(largest[name], float(error))
-    want = answers[0]
-    units = {name: np.abs(a[np.isfinite(a)]).max(initial=0.0)
-             for name in NAMES if (a := getattr(want, name)) is not None}
-    return floor._replace(**{name: max(getattr(floor, name), 2 * largest[name] * float(unit))
-                             for name, unit in units.items()})
-
-
 def check(run_of, index):
     """Run one problem on CPU and GPU; the fields of its line, and what is to be said of it."""
     import cupy
@@ -224,8 +204,10 @@ def check(run_of, index):
         except AssertionError as error:
             looks = 2
             said.append(f"looking again: {error}")
-            judge(case.id, got, *answers, second_floor(case, wide, answers, floor))
-        ratios = {name: round(apart(case, a, on_cpu[name], getattr(floor, name)), 4)
+            dtype = None if wide else inputs(case).q.dtype
+            judge(case.id, got, *answers, floor_of_draws(case, answers, floor, dtype))
+        ratios = {name: round(apart(case, a, on_cpu[name], getattr(floor, name),
+                                    run_of["plain"]), 4)
                   for name, a in got.items() if a is not None}
         far = {name: ratio for name, ratio in ratios.items() if ratio > 1}
         if far:

@@ -84,7 +84,7 @@ struct Parts {
 // nobody computes, and what the instruction cuts off a rest do not add up then.
 CF_DEVICE void split(uint32 x, uint32& high, uint32& low) {
   high = ptx::round_to_tf32(x);
-  low = ptx::float_to_bits(ptx::bits_to_float(x) - ptx::bits_to_float(high));
+  low = tf32_rest(x, high);
 }
 
 // A loaded operand as a product takes it: in 3xTF32 in two parts, otherwise as it is.

@@ -97,14 +97,13 @@ CF_DEVICE Operand<Layout::col, T> transposed(const T* tile) {
   return {tile, pitch<T>(width)};
 }
 
-// The part of float32 operands that TF32 keeps, and the rest, of which the product cuts off two
-// bits.
+// The part of float32 operands that TF32 keeps, and the part that it would lose.
 template <typename Fragment>
 CF_DEVICE void split(const Fragment& x, Fragment& high, Fragment& low) {
 #pragma unroll
   for (int e = 0; e < int(sizeof(x.x) / sizeof(x.x[0])); ++e) {
     high.x[e] = round_to_tf32(x.x[e]);
-    low.x[e] = ptx::float_to_bits(ptx::bits_to_float(x.x[e]) - ptx::bits_to_float(high.x[e]));
+    low.x[e] = tf32_rest(x.x[e], high.x[e]);
   }
 }
 
