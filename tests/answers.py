@@ -64,8 +64,8 @@ def floors(x):
     f = reference._forward(x.q, x.k, x.v, np.dtype(np.float64), reference._unrounded, **options)
     unit = {"tf32": 2.0**-10}.get(x.options.get("precision"),
                                   2.0**-52 if x.q.dtype == np.float64 else 2.0**-23)
-    if x.q.dtype.itemsize == 2:     # tensor cores cut every sum off, and a long product has many
-        unit *= max(1, x.q.shape[-1] / 64)
+    if x.q.dtype.itemsize == 2:     # tensor cores cut off the sum of every eight products
+        unit *= max(1, x.q.shape[-1] / 32)
     dout = np.where(f.visible.any(3)[..., None], _wide(x.dout).reshape(f.out.shape), 0)
     dlse = _largest(x.dlse)
     added = _largest(np.where(np.isfinite(bias := _wide(options.get("bias", 0))), bias, 0))
