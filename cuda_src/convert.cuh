@@ -42,8 +42,8 @@ CF_DEVICE float round_to_tf32(float x) {
   return ptx::bits_to_float(round_to_tf32(ptx::float_to_bits(x)));
 }
 
-// What 3xTF32 keeps of x beside `high`, its first part: rounded by half a unit of TF32's last place,
-// for the instruction cuts off what is below. Where x is no finite number, `high` says so.
+// What 3xTF32 keeps of x beside `high`, its first part: rounded by half a unit of TF32's last
+// place, for the instruction cuts off what is below. Where x is no finite number, `high` says so.
 CF_DEVICE uint32 tf32_rest(uint32 x, uint32 high) {
   return ptx::float_to_bits(ptx::bits_to_float(x) - ptx::bits_to_float(high)) + 0x1000;
 }

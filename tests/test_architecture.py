@@ -135,6 +135,12 @@ def test_files_are_short():
     assert {name: n for name, n in lengths.items() if n > MAX_FILE} == {}
 
 
+def test_lines_are_short():
+    """Of what the linter of Python does not read."""
+    assert [f"{name_of(path)}:{i}" for path in files(".cuh", ".cu", ".h", ".cpp")
+            for i, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 100] == []
+
+
 def long_functions(path):
     """Functions of a file whose body, the docstring apart, is too long."""
     for node in ast.walk(ast.parse(path.read_text())):

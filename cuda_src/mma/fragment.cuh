@@ -204,8 +204,8 @@ struct Sums {
   }
 };
 
-// sums += a b, of operands made by `operand`. transposed: a is the second matrix of the product whose
-// transpose this is; its sums are the same to the bit.
+// sums += a b, of operands made by `operand`. transposed: a is the second matrix of the product
+// whose transpose this is; its sums are the same to the bit.
 template <typename Config, bool transposed = false, typename OperandA, typename OperandB>
 CF_DEVICE void add_product(Sums<Config>& sums, const OperandA& a, const OperandB& b) {
   if constexpr (Config::precision == 2 && transposed) {

@@ -10,10 +10,10 @@ struct Turn {
   int64 sequence, tile;
 };
 
-// Whose turn is the i-th. If tiles differ in length, the first ones of 32 sequences come first, then
-// the second ones: with all of one sequence in a row the last long tile would be left to one block,
-// and a tenth of the time to few. More sequences at a time would leave fewer blocks to share what
-// is loaded of one.
+// Whose turn is the i-th. If tiles differ in length, the first ones of 32 sequences come first,
+// then the second ones: with all of one sequence in a row the last long tile would be left to one
+// block, and a tenth of the time to few. More sequences at a time would leave fewer blocks to share
+// what is loaded of one.
 CF_DEVICE Turn turn_of(const Params& p, int64 i, int64 tiles) {
   constexpr int64 together = 32;
   const bool differ = p.right < p.Nk && p.left >= p.Nk;

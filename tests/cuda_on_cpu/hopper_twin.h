@@ -39,7 +39,9 @@ inline void barrier_expect(SmemAddress barrier, uint32 bytes) {
 inline bool barrier_try(SmemAddress barrier, uint32 parity) {
   return phase_barrier(barrier).phases % 2 != parity;
 }
-inline bool barrier_test(SmemAddress barrier, uint32 parity) { return barrier_try(barrier, parity); }
+inline bool barrier_test(SmemAddress barrier, uint32 parity) {
+  return barrier_try(barrier, parity);
+}
 inline void barrier_wait(SmemAddress barrier, uint32 parity, const char* name) {
   if (fibers::left_out(name, 0)) return;
   while (!barrier_try(barrier, parity)) {
