@@ -9,7 +9,7 @@ import units
 from cupy_flash.plan.cuda_tiles import TILES
 
 MORE_REGISTERS = 8
-MOST_SPILLED = 256          # bytes; paid outside the innermost loops
+MOST_SPILLED = 320          # bytes; paid outside the innermost loops
 MORE_BY_ANOTHER = 256       # a compiler of another version than the table's may spill so much more
 
 
@@ -93,10 +93,13 @@ def test_a_wrong_size_does_not_compile():
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "tf32", "tf32x3", "float64"])
-def test_the_products_are_wmma(kind):
-    """The tier is what its name says."""
+def test_products_of_the_general_kernels(kind):
+    """The tier is what its name says, but for TF32: see cuda_src/ptx/mma.cuh."""
     one = next(u for u in units.all_units(90).values()
                if u.entry == "forward" and f"_{kind}_" in u.name)
     ptx = nvrtc.ptx(one.text, 90)
-    instruction = {"float16": ".f32.f32", "bfloat16": ".bf16.bf16", "float64": ".f64.f64"}
-    assert "wmma.mma.sync" in ptx and instruction.get(kind, ".tf32.tf32") in ptx
+    if kind.startswith("tf32"):
+        assert "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32" in ptx and "wmma" not in ptx
+    else:
+        types = {"float16": ".f32.f32", "bfloat16": ".bf16.bf16", "float64": ".f64.f64"}[kind]
+        assert "wmma.mma.sync" in ptx and types in ptx

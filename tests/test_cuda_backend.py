@@ -222,7 +222,7 @@ def test_overlaps_are_found_without_reading(launches):
         cf.attention(q, k, k, out=fake(np.broadcast_to(memory[:1], (2, 5, 16))))
     interleaved = np.zeros((2, 5, 32), np.float16)
     cf.attention(fake(interleaved[..., :16]), k, k, out=fake(interleaved[..., 16:]))
-    assert launches.names == ["forward_registers_float16_d16_128x64_blocks2"]
+    assert launches.names == ["forward_registers_float16_d16_128x64_blocks2_keep_Q1"]
 
 
 def test_lengths_are_not_read(launches):
