@@ -134,7 +134,8 @@ struct Consumer {
 
   // Zeroes the rows of the key tile's V that no row of the work sees, if there are such rows in
   // the array: whatever they hold must not matter, and 0 * NaN is NaN. Each consumer does all of
-  // it, so that none has to wait for the others.
+  // it, so that none has to wait for the others: zeros meet zeros there, which a checker of races
+  // may report.
   CF_DEVICE void forget_values(const Work& w, int key0) const {
     const int begin = w.first - key0, end = w.end - key0;
     if (begin <= 0 && (end >= Config::Bc || w.end >= int(p.Nk))) return;

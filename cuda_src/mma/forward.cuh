@@ -262,7 +262,7 @@ CF_DEVICE void forward_registers_tile(const ForwardParams& p,
   ptx::wait_for_copies<0>();
   round_tile<Config, Br, Config::d, Traits::pitch_Q>(t.Q);
   if (Config::keep_Q || !any) __syncthreads();          // Q is there, and may go
-  if (Config::keep_Q) warp.keep_Q();
+  if (Config::keep_Q && any) warp.keep_Q();             // otherwise results take its place at once
   walk.walk(warp, begin);
   const int count = int(min(p.group * p.Nq - task.rows.row0, int64(Br)));
   store_warp(warp, t, p, split_result<Sum>(p, p.out, p.out_partial, p.d_v, task.split),
