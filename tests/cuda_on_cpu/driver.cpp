@@ -2,6 +2,11 @@
 // type of the function's parameter.
 #include "fibers.h"
 
+#ifdef CF_RACES
+// Makes base.cuh inline what a GPU's compiler inlines. GCC does not report what a function writes
+// to the place of its result, and that may be shared memory.
+#define __CUDACC__
+#endif
 #include CF_UNIT
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

@@ -23,10 +23,14 @@
 #include <string>
 #include <vector>
 
+#include "races.h"
+
 #define __global__
 #define __device__
 #define __shared__
-#define __forceinline__ inline
+#define __host__
+#define __forceinline__ CF_INSTRUCTION
+#define __noinline__ __attribute__((noinline))
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define CF_DYNAMIC_SHARED(name) unsigned char* name = fibers::block->shared.get()
@@ -54,6 +58,8 @@ struct Copy {
   bool there;
 
   void land() const {
+    races::land_copy(to, 16);
+    const races::Unseen unseen;
     if (there) {
       memcpy(to, reinterpret_cast<const void*>(from), 16);
     } else {
@@ -67,8 +73,10 @@ struct PhaseBarrier {
   int arrivals = 0;                        // that complete a phase
   int missing = 0;                         // of the current phase
   long long bytes = 0;                     // that copies still owe to it
+  unsigned number = 0;                     // of the block's barriers
   unsigned phases = 0;                     // completed so far
   std::vector<unsigned> waiting;
+  races::Clock coming, done;               // of the current phase; of those that are complete
 };
 
 // A numbered barrier of a block, to which threads come to wait or only to be counted.
@@ -76,6 +84,7 @@ struct NamedBarrier {
   unsigned count = 0;
   std::vector<unsigned> waiting;
   bool yes = false, any = false;           // a vote that goes on; the outcome of the last one
+  races::Clock coming;
 };
 
 struct Fiber {
@@ -141,9 +150,10 @@ __attribute__((noinline)) inline void wait() {
 }
 
 // Waits until `count` fibers are here.
-inline void meet(Meeting& meeting, unsigned count) {
+inline void meet(Meeting& meeting, unsigned count, bool by_shuffle = false) {
   meeting.waiting.push_back(current);
   if (meeting.waiting.size() < count) return wait();
+  races::meet(meeting.waiting, by_shuffle);
   block->ready.insert(block->ready.end(), meeting.waiting.begin(), meeting.waiting.end());
   meeting.waiting.clear();
   wait();
@@ -191,7 +201,7 @@ unsigned char (*exchange(const T& value))[SLOT] {
   const unsigned half = warp().parity[lane()];
   warp().parity[lane()] = 1 - half;
   memcpy(warp().slots[half][lane()], &value, sizeof value);
-  meet(warp().meeting, WARP);
+  meet(warp().meeting, WARP, true);
   return warp().slots[half];
 }
 
@@ -290,6 +300,7 @@ inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads,
     // An array of its own, of exactly this size, so that AddressSanitizer sees every byte too many.
     b.shared.reset(allocate_shared(shared_bytes));
     memset(b.shared.get(), fill, shared_bytes);
+    races::begin_block(b.shared.get(), shared_bytes, threads, &current);
     for (Fiber& fiber : b.fibers) {
       fiber.started = false;
       fiber.votes = 0;
@@ -298,6 +309,7 @@ inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads,
     }
     finished = run_block(b);
   }
+  races::end_block();
   sigaction(SIGSEGV, &before, nullptr);
   seen = b.seen;
   return crashed ? 2 : finished ? 0 : 1;

@@ -20,15 +20,18 @@ inline fibers::PhaseBarrier& phase_barrier(SmemAddress address) {
 inline void complete_phase(fibers::PhaseBarrier& barrier) {
   if (barrier.missing != 0 || barrier.bytes != 0) return;
   ++barrier.phases;
+  races::complete(barrier.coming, barrier.done, barrier.number, barrier.phases);
   barrier.missing = barrier.arrivals;
   fibers::wake(barrier.waiting);
 }
 
 inline void barrier_init(SmemAddress barrier, int arrivals) {
-  phase_barrier(barrier) = {arrivals, arrivals};
+  const unsigned number = unsigned(fibers::block->barriers.size());
+  phase_barrier(barrier) = {arrivals, arrivals, 0, number};
 }
 inline void barriers_ready() {}
 inline void barrier_arrive(SmemAddress barrier) {
+  races::release(phase_barrier(barrier).coming);
   --phase_barrier(barrier).missing;
   complete_phase(phase_barrier(barrier));
 }
@@ -37,7 +40,9 @@ inline void barrier_expect(SmemAddress barrier, uint32 bytes) {
   barrier_arrive(barrier);
 }
 inline bool barrier_try(SmemAddress barrier, uint32 parity) {
-  return phase_barrier(barrier).phases % 2 != parity;
+  const bool passes = phase_barrier(barrier).phases % 2 != parity;
+  if (passes) races::acquire(phase_barrier(barrier).done);
+  return passes;
 }
 inline bool barrier_test(SmemAddress barrier, uint32 parity) {
   return barrier_try(barrier, parity);
@@ -51,13 +56,18 @@ inline void barrier_wait(SmemAddress barrier, uint32 parity, const char* name) {
 }
 
 // A tensor map here: address, four extents, three strides in bytes, the box, in this order.
-inline void load_box(SmemAddress to, const TensorMap& map, SmemAddress full, int c0, int c1, int c2,
-                     int c3) {
+CF_INSTRUCTION void load_box(SmemAddress to, const TensorMap& map, SmemAddress full, int c0, int c1,
+                             int c2, int c3) {
   uint64 x[16];
   memcpy(x, &map, sizeof x);
   const int64 rows = int64(x[9] * x[10] * x[11]);
+  races::start_copy(smem(to), rows * 128);
+  const races::Unseen unseen;
   memset(smem(to), 0xFF, rows * 128);
   fibers::block->flights.push_back([=] {
+    races::land_copy_at(smem(to), rows * 128, phase_barrier(full).number,
+                        phase_barrier(full).phases + 1);
+    const races::Unseen unseen;
     for (int64 r = 0; r < rows; ++r) {
       const int64 at[4] = {c0, c1 + r % int64(x[9]), c2 + r / int64(x[9]) % int64(x[10]),
                            c3 + r / int64(x[9] * x[10])};
@@ -79,28 +89,35 @@ inline void load_box(SmemAddress to, const TensorMap& map, SmemAddress full, int
 
 inline void fetch_box(const TensorMap&, int, int, int, int) {}
 
-inline void store_zeros(SmemAddress to) { memset(smem(to), 0, 16); }
-inline void fence_async_reads() {}
+CF_INSTRUCTION void store_zeros(SmemAddress to) {
+  races::write(smem(to), 16);
+  const races::Unseen unseen;
+  memset(smem(to), 0, 16);
+}
+inline void fence_async_reads() { races::fence_async(); }
 
 template <int registers>
 void raise_registers() {}
 template <int registers>
 void lower_registers() {}
 
-inline void count_in(fibers::NamedBarrier& barrier, int threads) {
+// orders: accesses before it come before those behind it.
+inline void count_in(fibers::NamedBarrier& barrier, int threads, bool orders) {
+  if (orders) races::release(barrier.coming);
   if (++barrier.count < unsigned(threads)) return;
   barrier.count = 0;
+  races::pass(barrier.coming, barrier.waiting);
   fibers::wake(barrier.waiting);
 }
 inline void named_barrier_arrive(int id, int threads) {
-  count_in(fibers::block->named[id], threads);
+  count_in(fibers::block->named[id], threads, id > 0);
 }
 inline void named_barrier_wait(int id, int threads, const char* file = __builtin_FILE(),
                                int line = __builtin_LINE()) {
   if (fibers::left_out(file, line)) return named_barrier_arrive(id, threads);
   fibers::NamedBarrier& barrier = fibers::block->named[id];
   barrier.waiting.push_back(fibers::current);
-  count_in(barrier, threads);
+  count_in(barrier, threads, id > 0);
   fibers::wait();
 }
 
@@ -142,12 +159,36 @@ struct Operand {
     const int row = bytes / PANEL_ROW_BYTES + k;
     return element<T>(column / PANEL * rows * PANEL_ROW_BYTES, row, column % PANEL * 2);
   }
+  const unsigned char* place(int start, int row, int inside) const {
+    return smem(tile) + start + row * PANEL_ROW_BYTES + ((inside / 16) ^ (row % 8)) * 16
+           + inside % 16;
+  }
   template <typename T>
   float element(int start, int row, int inside) const {
+    const races::Unseen unseen;            // `report_rows` and `report_columns` tell of it
     T x;
-    memcpy(&x, smem(tile) + start + row * PANEL_ROW_BYTES + ((inside / 16) ^ (row % 8)) * 16
-                   + inside % 16, sizeof x);
+    memcpy(&x, place(start, row, inside), sizeof x);
     return product_value(x);
+  }
+
+  // What a product reads of it, once a warp: 16 elements of each row, or the columns of 16 rows.
+  void report_rows(int first, int count, uintptr_t code) const {
+    if (fibers::lane() != 0) return;
+    for (int row = first; row < first + count; ++row) {
+      for (int part = 0; part < 32; part += 16) {
+        races::read_async(place(bytes / PANEL_ROW_BYTES * PANEL_ROW_BYTES, row,
+                                bytes % PANEL_ROW_BYTES + part), 16, code);
+      }
+    }
+  }
+  void report_columns(int columns, uintptr_t code) const {
+    if (fibers::lane() != 0) return;
+    for (int k = 0; k < 16; ++k) {
+      for (int column = 0; column < columns; column += 8) {
+        races::read_async(place(column / PANEL * rows * PANEL_ROW_BYTES,
+                                bytes / PANEL_ROW_BYTES + k, column % PANEL * 2), 16, code);
+      }
+    }
   }
 };
 struct Descriptor {
@@ -191,9 +232,19 @@ struct Wgmma {
     for (float& x : d) x = bits_to_float(0x7FFFFFFF);
   }
 
-  static void rows(Sums& d, Operand a, Operand b, int sum) {
+  // A product reads from when it starts to when it is waited for: it is reported at both ends.
+  static void report_rows(Operand a, Operand b, uintptr_t code) {
+    a.report_rows(int(fibers::current) % 128 / 32 * 16, 16, code);
+    b.report_rows(0, N, code);
+  }
+
+  static CF_INSTRUCTION void rows(Sums& d, Operand a, Operand b, int sum) {
     if (!sum) lose(d);
-    products().back().push_back([&d, a, b, sum] {
+    uintptr_t code = 0;
+    races::note_place(code);
+    report_rows(a, b, code);
+    products().back().push_back([&d, a, b, sum, code] {
+      report_rows(a, b, code);
       for (int i = 0; i < N / 2; ++i) {
         float x = sum ? d[i] : 0;
         for (int k = 0; k < 16; ++k) {
@@ -203,14 +254,25 @@ struct Wgmma {
       }
     });
   }
-  static void columns(Sums& d, const uint32 (&a)[4], Operand b, int sum) {
+  // Zeros may be multiplied with a tile that has not come: a kernel that does so forgets the sums,
+  // or has NaN in its results.
+  static bool zeros(const uint32 (&a)[4]) { return (a[0] | a[1] | a[2] | a[3]) == 0; }
+  static CF_INSTRUCTION void columns(Sums& d, const uint32 (&a)[4], Operand b, int sum) {
     if (!sum) lose(d);
-    products().back().push_back([&d, &a, b, sum] {
+    uintptr_t code = 0;
+    races::note_place(code);
+    if (!zeros(a)) b.report_columns(N, code);
+    products().back().push_back([&d, &a, b, sum, code] {
       struct Words {
         uint32 word[4];
       } mine;
       memcpy(mine.word, a, sizeof mine);
       unsigned char(*slots)[fibers::SLOT] = fibers::exchange(mine);
+      bool all_zeros = true;
+      for (unsigned from = 0; from < fibers::WARP; ++from) {
+        all_zeros = all_zeros && zeros(fibers::shown<Words>(slots, from).word);
+      }
+      if (!all_zeros) b.report_columns(N, code);
       float A[2][16];
       for (int t = 0; t < 4; ++t) {
         const Words other = fibers::shown<Words>(slots, fibers::lane() / 4 * 4 + t);

@@ -22,19 +22,22 @@ struct Shared {
 // An element of one of four matrices, which lie where the lanes say.
 using Slots = unsigned char (*)[fibers::SLOT];
 inline uint32 matrix_element(Slots slots, int matrix, int row, int column) {
+  const races::Unseen unseen;              // a lane has read the row that it names
   uint16 x;
   memcpy(&x, fibers::shown<unsigned char*>(slots, 8 * matrix + row) + 2 * column, sizeof x);
   return x;
 }
 
-inline void load_matrices(uint32 (&x)[4], Shared row) {
+CF_INSTRUCTION void load_matrices(uint32 (&x)[4], Shared row) {
+  races::read(row.place, 16);
   const Slots slots = fibers::exchange(row.place);
   const int g = fibers::lane() / 4, t = fibers::lane() % 4;
   for (int i = 0; i < 4; ++i) {
     x[i] = matrix_element(slots, i, g, 2 * t) | matrix_element(slots, i, g, 2 * t + 1) << 16;
   }
 }
-inline void load_matrices_transposed(uint32 (&x)[4], Shared row) {
+CF_INSTRUCTION void load_matrices_transposed(uint32 (&x)[4], Shared row) {
+  races::read(row.place, 16);
   const Slots slots = fibers::exchange(row.place);
   const int g = fibers::lane() / 4, t = fibers::lane() % 4;
   for (int i = 0; i < 4; ++i) {
@@ -47,7 +50,9 @@ inline void barrier(int number, int threads, const char* file = __builtin_FILE()
   if (!fibers::left_out(file, line)) fibers::meet(fibers::block->numbered[number], threads);
 }
 
-inline void copy_16_bytes(Shared to, uint64 from, bool there) {
+CF_INSTRUCTION void copy_16_bytes(Shared to, uint64 from, bool there) {
+  races::start_copy(to.place, 16);
+  const races::Unseen unseen;
   memset(to.place, 0xFF, 16);
   fibers::block->fibers[fibers::current].copies.back().push_back({to.place, from, there});
 }

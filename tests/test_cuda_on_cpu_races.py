@@ -1,0 +1,196 @@
+"""Shared memory of the CUDA kernels on fibers: no two accesses race, and the detector sees such.
+
+Unlike a wrong result, a race shows in any order of the threads.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from cases import KINDS, Case, inputs
+from cuda_on_cpu import harness, races
+from cuda_on_cpu.harness import KernelError
+from cuda_on_cpu.races import Watched
+
+import cupy_flash as cf
+from cupy_flash.backends.cuda import source
+from cupy_flash.plan import cuda_hopper
+from cupy_flash.plan.cuda_registers import Row
+
+pytestmark = pytest.mark.skipif(not races.AVAILABLE, reason="needs g++ on Linux")
+
+READ, WRITE, COPY = "read after write", "write after read", "use of a copy under way"
+# What small kernels of two warps do, in the order of races.cuh: the races of it, whether they are
+# within a warp, and whether that takes the strict view of a warp.
+SMALL = {
+    "nothing": ({READ, WRITE}, False, False),
+    "barrier of the block": (),
+    "barrier of the warp for two warps": ({READ, WRITE}, False, False),
+    "nothing in a warp": ({READ, WRITE}, True, False),
+    "barrier of the warp": (),
+    "shuffle": ({READ, WRITE}, True, True),
+    "numbered barrier": (),
+    "numbered barriers of a warp each": ({READ, WRITE}, False, False),
+    "rows loaded and overwritten": ({READ, WRITE}, False, False),
+    "own row loaded and overwritten": (),
+    "copy": (),
+    "copy without a barrier": ({READ, WRITE}, False, False),
+    "copy without a wait": ({COPY}, False, False),
+    "own copy without a wait": ({COPY}, True, False),
+    "arrival and wait": (),
+    "arrival without a wait": ({READ, WRITE}, False, False),
+    "arrival too early": ({READ, WRITE}, False, False),
+    "numbered arrival and wait": (),
+    "numbered wait and arrival": ({READ, WRITE}, False, False),
+}
+TEXT = f"""\
+#include "{Path(__file__).parent / "races.cuh"}"
+extern "C" __global__ void small(const __grid_constant__ cf::RaceParams p) {{
+  cf::races_of_two_warps(p);
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def small():
+    return harness.compile_unit("small", TEXT, "small", "cf::RaceParams", races.flags())
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["usual", "strict"])
+@pytest.mark.parametrize("name", SMALL)
+def test_small_kernels(small, name, strict):
+    kinds, same_warp, needs_strict = SMALL[name] or (set(), False, False)
+    words = np.arange(256, dtype=np.uint32)
+    params = np.array([[*SMALL].index(name), words.ctypes.data], np.uint64)
+    found = []
+    with races.watch(small, "small", strict, found) as library:
+        code = library.run(params.ctypes.data, params.nbytes, 1, 64, 64 * 16 + 8, 1, b"", 0)
+    assert code == 0
+    assert bool(found) == (bool(kinds) and strict >= needs_strict)
+    assert {race.kind for race in found} <= kinds
+    assert all(race.same_warp == same_warp for race in found)
+    assert all(race.first.startswith("races.cuh:") for race in found)
+
+
+def line_of(file, text):
+    """The place of the only line of a file that has a text."""
+    lines = Path(source.folder(), file).read_text().splitlines()
+    numbers = [number for number, line in enumerate(lines, 1) if text in line]
+    assert len(numbers) == 1
+    return f"{Path(file).name}:{numbers[0]}"
+
+
+def unintended(found):
+    """Races but those that consumer.cuh explains: both consumers write the same zeros to V, each
+    before it reads them itself."""
+    zeros = line_of("hopper/consumer.cuh", "ptx::store_zeros(")
+    reads = line_of("hopper/consumer.cuh", "Wgmma<T, Config::d_v>::columns(")
+    meant = {(zeros, zeros), (zeros, reads), (reads, zeros)}
+    return [race for race in found if (race.first, race.second) not in meant]
+
+
+class Form(NamedTuple):
+    """One form of one kernel, and a problem that takes it through most of its branches."""
+
+    entry: str
+    case: dict
+    options: dict
+
+    def run(self, **options):
+        """Its races, what it returns (None if it did not come to its end), and its barriers."""
+        x = problem(**self.case)
+        fibers = Watched(grid=1, **self.options, **options)
+        fibers.only = {self.entry, "delta", "backward_prepare"}
+        try:
+            if "forward" in self.entry:
+                results = fibers.forward(x.q, x.k, x.v, **x.options)
+            else:
+                out, lse = cf.attention(x.q, x.k, x.v, return_lse=True, **x.options)
+                results = fibers.backward(x.dout, x.q, x.k, x.v, out, lse, **x.options)
+            results = [a.tobytes() for a in results if a is not None]
+        except KernelError:
+            results = None
+        return unintended(fibers.races), results, fibers.barriers.get(self.entry)
+
+
+def problem(kind, **case):
+    dtype, precision = KINDS[kind]
+    usual = {"Nq": 75, "Nk": 69, "B": 2, "Hq": 2, "Hk": 1, "d": 24, "d_v": 40, "causal": True,
+             "kv_lens": (69, 30)}
+    return inputs(Case("race", dtype=dtype, precision=precision, **usual | case))
+
+
+def registers(kind, *tile, d_v=40, **form):
+    return Form("forward_registers", {"kind": kind, "d_v": d_v},
+                {"registers": Row(*tile, 256, "of a test", **form)})
+
+
+def fused(kind, *tile, **case):
+    return Form("backward_fused", {"kind": kind, **case}, {"fused": tile})
+
+
+def general(entry, **case):
+    return Form(entry, {"kind": "bfloat16", "mask": "dense", "bias": "1hqk", **case}, {})
+
+
+def hopper(*tile, **case):
+    tile = cuda_hopper.Row(*tile, 256, 256, "of a test")
+    return Form("hopper_forward", {"kind": "bfloat16", "d": 32, "d_v": 40, "Nq": 300, "Hk": 2,
+                                   **case}, {"hopper": tile})
+
+
+# Whether a consumer has its turn changes when its products run, not what they read.
+WAITS = [f"{name}:0" for name in ("q_full", "k_full", "v_full", "k_empty", "v_empty", "work_full")]
+FORMS = {
+    "registers": registers("bfloat16", 32, 16, 2),
+    "Q in registers": registers("float16", 64, 32, 4, keep_Q=True),
+    "pairs": registers("bfloat16", 32, 32, 4, pairs=True, d_v=64),
+    "roles": fused("bfloat16", 32, 32, 4, 2, 1, 2),
+    "roles and parts, a stage": fused("float16", 32, 32, 4, 2, 2, 1),
+    "parts": fused("float16", 32, 32, 4, 1, 2, 2, d=20, d_v=35),
+    "TF32, a stage": fused("tf32", 32, 32, 2, 1, 1, 1),
+    "float64": fused("float64", 32, 32, 4, 1, 2, 1),
+    "forward": general("forward"),
+    "dkdv": general("backward_dkdv"),
+    "dq": general("backward_dq"),
+    "dbias": general("dbias"),
+    "two consumers": hopper(128, 32, Nk=140, kv_lens=(140, 70)),
+    "three consumers": hopper(192, 16, Nk=100, kv_lens=(100, 70), softcap=4.0, Hk=1),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_sequences(monkeypatch):
+    """Tests are small."""
+    monkeypatch.setattr(cuda_hopper, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(cuda_hopper, "MANY_KEYS", 10**6)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_no_races(name):
+    """Nor such as only the step of a warp's lanes hides; but lanes that load Q where no row sees a
+    key store zeros over it without a barrier, which changes nothing."""
+    for strict in (False, True):
+        found, results, barriers = FORMS[name].run(strict=strict)
+        assert results is not None and barriers is not None
+        if strict and name == "Q in registers":
+            found = [race for race in found if not race.second.startswith("store.cuh:")]
+        assert found == []
+
+
+def test_each_barrier_left_out_makes_a_race():
+    """In the only order that is tried, where some results are right all the same."""
+    places, racing, quiet = set(), set(), set()
+    for form in FORMS.values():
+        _, want, barriers = form.run()
+        for name in WAITS if form.entry == "hopper_forward" else barriers:
+            place = form.entry, name
+            found, got, _ = form.run(skip=name)
+            places.add(place)
+            if found:
+                racing.add(place)
+            if found and got == want:
+                quiet.add(place)
+    assert places - racing == set()
+    assert quiet
