@@ -177,7 +177,8 @@ void note_place(uintptr_t& code) { code = CALLER; }
 void read_async(const void* address, size_t bytes, uintptr_t code) {
   each(address, bytes, code, [](Byte& byte, size_t offset, const Access& now, const Clock& clock) {
     const Access& writer = byte.writer;
-    if (!byte.coming && writer.who < threads && writer.when > fenced[writer.who]) {
+    const bool of_thread = writer.who < threads && !byte.coming && before(writer, clock);
+    if (of_thread && writer.when > fenced[writer.who]) {
       report(offset, writer, now, NO_FENCE);
     }
     read_byte(byte, offset, now, clock);
