@@ -121,10 +121,11 @@ def floor_of_draws(case, known, floor=None, out_dtype=None):
                 seen = np.isfinite(a)
                 error = np.abs(b[seen] - a[seen]).max() / np.abs(a[seen]).max()
                 largest[name] = max(largest[name], float(error))
-    units = {name: float(np.abs(a[np.isfinite(a)]).max(initial=0.0))
-             for name, a in known[0]._asdict().items() if a is not None}
-    return Answer(**{name: max(getattr(floor, name, 0.0) or 0.0, 2 * largest[name] * unit)
-                     for name, unit in (dict.fromkeys(Answer._fields, 0.0) | units).items()})
+    found = {}
+    for name, a in known[0]._asdict().items():
+        unit = 0.0 if a is None else _largest(a[np.isfinite(a)])
+        found[name] = max(getattr(floor, name, None) or 0.0, 2 * largest[name] * unit)
+    return Answer(**found)
 
 
 def _wide(x):
