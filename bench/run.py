@@ -6,7 +6,7 @@
     python bench/run.py --table > docs/performance.md           # from the lines that are there
 
 Families: 16-bit, portable (the same by the kernels that every GPU runs), features, science, decode.
-Each cell appends a line to `--out`; cells that have one for this GPU and these CUDA sources are
+Each cell appends a line to `--out`; cells that have one for this GPU and the kernels of today are
 skipped, so a run that was stopped goes on.
 
 Before anything is timed, every side's results at the very shape are compared with float64. Then
@@ -30,7 +30,7 @@ from gpu_check import Results, provenance, say  # noqa: E402
 from gpu_compile import compiling, units_of  # noqa: E402
 from speed_cells import FAMILIES, select  # noqa: E402
 from speed_device import device_of  # noqa: E402
-from speed_lines import finished, line, reason  # noqa: E402
+from speed_lines import finished, line, reason, sources_of  # noqa: E402
 from speed_table import summaries, table  # noqa: E402
 
 
@@ -53,8 +53,7 @@ def main():
     options = parser.parse_args()
     results = Results(options.out)
     if options.table:
-        from cupy_flash.backends.cuda import source
-        print(table(results.lines(), source.digest()[:16]), end="")
+        print(table(results.lines()), end="")
         return 0
     return run(options, results)
 
@@ -70,7 +69,7 @@ def run(options, results):
     """Measure what is not finished; 1 if ours was wrong or failed anywhere."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")     # the GPU is shared
     here = provenance()
-    done = () if options.again else finished(results.lines(), here["cuda_src"], here["gpu"])
+    done = () if options.again else finished(results.lines(), here["gpu"])
     cells = [cell for cell in select(options.families, options.only, options.lengths)
              if cell.name not in done]
     if not cells:
@@ -90,7 +89,8 @@ def run(options, results):
         for cell, data in with_data(cells, options.seconds):
             fields = measured(cell, data, clock, monitor) | peers.versions()
             del data            # or the next inputs come while these are there
-            fields["kernels"] = [name for name, _ in kernels[cell]]
+            names = [name for name, _ in kernels[cell]]
+            fields |= {"kernels": names, "sources": sources_of(names)}
             results.add(**fields)
             lines.append(fields)
             say(f"{time.perf_counter() - START:5.1f} s  {shown(fields)}")

@@ -4,6 +4,9 @@ import re
 from math import exp, log
 from statistics import median
 
+from cupy_flash.backends.cuda import source
+from cupy_flash.backends.cuda.unit import headers_of
+
 
 def side(times, work, unit):
     """Median, rate and spread of the rounds of one side; times in ms."""
@@ -41,9 +44,19 @@ def line(cell, times, missing):
             "ratio_range": [round(end(rounds[best]), 4) for end in (min, max)] if best else None}
 
 
-def finished(lines, digest, gpu):
-    """Names of the cells that were looked at on this GPU with these CUDA sources."""
-    return {one["cell"] for one in lines if one["cuda_src"] == digest and one["gpu"] == gpu}
+def sources_of(kernels):
+    """Digest of the CUDA sources that kernels with these names are made of, now."""
+    return source.digest(*headers_of(kernels))[:16]
+
+
+def stale(line):
+    """Whether the CUDA sources of a line's kernels have changed since."""
+    return line["sources"] != sources_of(line["kernels"])
+
+
+def finished(lines, gpu):
+    """Names of the cells that were looked at on this GPU with the kernels of today."""
+    return {one["cell"] for one in lines if one["gpu"] == gpu and not stale(one)}
 
 
 def newest(lines):

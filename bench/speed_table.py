@@ -1,7 +1,7 @@
 """The page of speeds, from the JSON lines of `run.py`."""
 
 from speed_cells import select
-from speed_lines import geometric_mean, newest
+from speed_lines import geometric_mean, newest, stale
 
 PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3",
          "fa4": "FlashAttention-4", "efficient": "memory-efficient", "math": "math"}
@@ -24,20 +24,17 @@ Written by `python bench/run.py --table`.
 """
 
 
-def table(lines, digest):
-    """Markdown; the newest line of each cell counts.
-
-    digest: of the present CUDA sources; what was measured with others is called stale.
-    """
+def table(lines):
+    """Markdown; the newest line of each cell counts, and of kernels changed since it says so."""
     order = {cell.name: i for i, cell in enumerate(select())}
     lines = sorted(newest(lines), key=lambda one: order.get(one["cell"], len(order)))
     text = [HEAD.format(rounds=min((one["rounds"] for one in lines if one["ours"]), default=0))]
     for gpu in dict.fromkeys(one["gpu"] for one in lines):
-        text += _gpu([one for one in lines if one["gpu"] == gpu], digest)
+        text += _gpu([one for one in lines if one["gpu"] == gpu])
     return "\n".join(text) + "\n"
 
 
-def _gpu(lines, digest):
+def _gpu(lines):
     """The section of one GPU."""
     last = max(lines, key=lambda one: one["date"])
     cuda = f"{last['cuda'] // 1000}.{last['cuda'] % 1000 // 10}"
@@ -45,10 +42,10 @@ def _gpu(lines, digest):
             f"Driver {last['driver_version']}, CUDA {cuda}, CuPy {last['cupy']}, torch "
             f"{last['torch']}, cuDNN {last['cudnn']}, {_all(lines, 'date')}, commit "
             f"{_all(lines, 'commit')}.", ""]
-    old = sum(one["cuda_src"] != digest for one in lines)
+    old = sum(map(stale, lines))
     if old:
-        text += [f"**Stale**: {old} of {len(lines)} cells were measured with other CUDA sources "
-                 "than those of this checkout.", ""]
+        text += [f"**Stale**: {old} of {len(lines)} cells were measured with kernels that have "
+                 "changed since.", ""]
     text += ["| family | pass | type | against | cells | geometric mean | lowest |",
              "|---|---|---|---|---|---|---|"]
     text += [f"| {family} | {direction} | {KINDS.get(kind, kind)} | {PEERS.get(peer, peer)} | "

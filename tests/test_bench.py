@@ -1,6 +1,7 @@
 """The pure parts of the speed benchmark: cells, answers, ratios, what is skipped, the page."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,7 +16,16 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 from speed_cells import FAMILIES, Cell, select  # noqa: E402
 from speed_data import answers, bound, errors, sets  # noqa: E402
-from speed_lines import finished, geometric_mean, line, newest, ratios, reason  # noqa: E402
+from speed_lines import (  # noqa: E402
+    finished,
+    geometric_mean,
+    line,
+    newest,
+    ratios,
+    reason,
+    sources_of,
+    stale,
+)
 from speed_table import summaries, table  # noqa: E402
 
 
@@ -125,19 +135,46 @@ def test_ratios_compare_times_of_the_same_round():
     assert (failed["ours"], failed["peers"], failed["ratio"]) == (None, {}, None)
 
 
-def entry(one, times=TIMES, digest="new", gpu="GPU A", **fields):
+KERNELS = ["delta_bfloat16_d64", "forward_registers_bfloat16_d64_128x64"]
+
+
+def entry(one, times=TIMES, sources=None, gpu="GPU A", **fields):
     """A line as the results file has it."""
     return json.loads(json.dumps(line(one, times, {}) | {
-        "gpu": gpu, "cuda_src": digest, "cuda": 13020, "cupy": "14", "torch": "2", "cudnn": 91900,
+        "gpu": gpu, "kernels": KERNELS, "sources": sources or sources_of(KERNELS),
+        "cuda": 13020, "cupy": "14", "torch": "2", "cudnn": 91900,
         "driver_version": "580", "date": "2030-01-01", "commit": "abc"} | fields))
 
 
-def test_finished_cells_are_those_of_this_gpu_and_these_sources():
+def test_finished_cells_are_those_of_this_gpu_and_these_kernels():
     one, two = cell(), cell("backward")
-    lines = [entry(one), entry(two, digest="old"), entry(two, gpu="GPU B")]
-    assert finished(lines, "new", "GPU A") == {one.name}
-    assert finished(lines, "old", "GPU A") == {two.name}
-    assert finished([], "new", "GPU A") == set()
+    lines = [entry(one), entry(two, sources="old"), entry(two, gpu="GPU B")]
+    assert finished(lines, "GPU A") == {one.name}
+    assert finished(lines, "GPU B") == {two.name}
+    assert finished([], "GPU A") == set()
+
+
+def test_only_its_own_sources_make_a_line_stale(monkeypatch, tmp_path):
+    """A kernel's digest is that of the headers it includes."""
+    shutil.copytree(source.folder(), tmp_path / "cuda_src")
+    functions = source.folder, source.names, source.included, source.digest
+    monkeypatch.setattr(source, "folder", lambda: tmp_path / "cuda_src")
+    portable, hopper = entry(cell()), entry(cell(), kernels=["hopper_forward_bfloat16_d64"])
+    hopper["sources"] = sources_of(hopper["kernels"])
+    lines = (portable, hopper)
+    assert [*map(stale, lines)] == [False, False]
+    try:
+        for edited, found in (("hopper/store.cuh", [False, True]),
+                              ("mma/online.cuh", [True, True]), ("base.cuh", [True, True])):
+            with (tmp_path / "cuda_src" / edited).open("a") as file:
+                file.write("// edited\n")
+            for function in functions[1:]:
+                function.cache_clear()
+            assert [*map(stale, lines)] == found
+    finally:
+        monkeypatch.undo()
+        for function in functions:
+            function.cache_clear()
 
 
 def test_the_newest_line_of_a_cell_counts():
@@ -149,19 +186,15 @@ def test_the_newest_line_of_a_cell_counts():
 
 def test_the_page_calls_what_is_stale_stale():
     lines = [entry(one) for one in select(["16-bit"], ["n1024-d64"])]
-    digest = source.digest()[:16]
-    for one in lines:
-        one["cuda_src"] = digest
-    assert "stale" not in table(lines, digest).lower()
-    assert f"**Stale**: {len(lines)} of {len(lines)} cells" in table(lines, "0" * 16)
-    lines[3]["cuda_src"] = "0" * 16
-    assert f"**Stale**: 1 of {len(lines)} cells" in table(lines, digest)
+    assert "stale" not in table(lines).lower()
+    lines[3]["sources"] = "0" * 16
+    assert f"**Stale**: 1 of {len(lines)} cells" in table(lines)
 
 
 def test_the_page_has_means_minima_and_every_cell():
     one, two = select(["16-bit"], ["forward-full-*d64-*bfloat16"], [1024, 4096])
     slower = {**TIMES, "a": [1.0] * 5}
-    text = table([entry(two, slower), entry(one)], "new")
+    text = table([entry(two, slower), entry(one)])
     best = geometric_mean([1.1, 0.5])
     assert f"| 16-bit | forward | bfloat16 | the best of a cell | 2 | {best:.2f} | 0.50 |" in text
     rows = [row for row in text.splitlines() if row.startswith("| 64 | ")]
@@ -171,15 +204,15 @@ def test_the_page_has_means_minima_and_every_cell():
     assert rows[1].endswith("| 0.50 (0.25 to 0.50) |")
     assert any("lowest 0.500" in text for text in summaries([entry(two, slower), entry(one)]))
     failed = entry(one, {})
-    assert "| - |" in table([failed], "new")
-    assert table([], "new").startswith("# Speed on a GPU")
+    assert "| - |" in table([failed])
+    assert table([]).startswith("# Speed on a GPU")
 
 
 def test_the_page_in_the_docs_is_that_of_the_committed_lines():
     page, lines = ROOT / "docs/performance.md", ROOT / "bench/results/gpu_speed.jsonl"
     if page.exists() or lines.exists():
         found = [json.loads(text) for text in lines.read_text().splitlines()]
-        assert page.read_text() == table(found, source.digest()[:16]), (
+        assert page.read_text() == table(found), (
             "write it again: python bench/run.py --table > docs/performance.md")
 
 

@@ -14,7 +14,7 @@ from cupy_flash import arrays
 from cupy_flash.axes import four_axes
 from cupy_flash.backends.cuda import compile as compiled
 from cupy_flash.backends.cuda import launch, params, source
-from cupy_flash.backends.cuda.unit import ENTRIES, unit
+from cupy_flash.backends.cuda.unit import ENTRIES, headers_of, unit
 from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.plan import make_plan
 
@@ -53,9 +53,11 @@ def test_the_unit_is_names_and_numbers():
     for direction in ("forward", "backward"):
         for one in make_plan(direction, problem, H200).launches:
             name, text = unit(one.entry, one.config, one.smem_bytes)
-            assert text.startswith(f"// sources sha256: {source.digest()}\n")
-            assert f'#include "{ENTRIES[one.entry][0]}"' in text and text.count(f"{name}(") == 1
-            assert (source.folder() / ENTRIES[one.entry][0]).is_file()
+            header = ENTRIES[one.entry][0]
+            assert text.startswith(f"// sources sha256: {source.digest('base.cuh', header)}\n")
+            assert f'#include "{header}"' in text and text.count(f"{name}(") == 1
+            assert headers_of([name]) == ("base.cuh", header)
+            assert (source.folder() / header).is_file()
             assert f"smem_bytes == {one.smem_bytes}," in text and "tf32x3" in name
             assert "d = 48, d_v = 48" in text or "backward" in one.entry or one.entry == "combine"
 
@@ -65,7 +67,7 @@ def test_an_edited_source_is_another_unit(monkeypatch):
     one = make_plan("forward", problem, H200).launches[0]
     before = unit(one.entry, one.config, one.smem_bytes)[1]
     unit.cache_clear()
-    monkeypatch.setattr(source, "digest", lambda: "0" * 64)
+    monkeypatch.setattr(source, "digest", lambda *headers: "0" * 64)
     assert unit(one.entry, one.config, one.smem_bytes)[1] != before
     unit.cache_clear()
 

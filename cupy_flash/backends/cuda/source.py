@@ -1,5 +1,7 @@
-"""Finds the CUDA sources and names their state by one digest."""
+"""Finds the CUDA sources and names their state by a digest, of all or of one kernel's."""
 
+import posixpath
+import re
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -46,15 +48,46 @@ def names() -> tuple[str, ...]:
 
 
 @cache
-def digest() -> str:
-    """Return the SHA-256 over the names and contents of all sources, in hexadecimal.
+def included(header: str) -> tuple[str, ...]:
+    """Return the header and all that it includes, directly or not, sorted, named as in `names`.
+
+    Raises
+    ------
+    FileNotFoundError
+        A file that is included is missing.
+    """
+    found, waiting = set(), [header]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += _includes(name)
+    return tuple(sorted(found))
+
+
+def _includes(name):
+    """What one file includes: beside it, as the compiler looks first, or from the folder."""
+    text = (folder() / name).read_text(encoding="utf-8")
+    for other in re.findall(r'^ *# *include *"(.+?)"', text, re.MULTILINE):
+        beside = posixpath.normpath(posixpath.join(posixpath.dirname(name), other))
+        yield beside if (folder() / beside).is_file() else other
+
+
+@cache
+def digest(*headers: str) -> str:
+    """Return the SHA-256 over the names and contents of sources, in hexadecimal.
 
     CuPy's kernel cache does not look into included files: without this digest in the compiled
     text, an edited header would go on running as the old kernel. The result is cached, so the
     sources count as fixed for the life of the process.
+
+    Parameters
+    ----------
+    *headers : str
+        The sources are these and what they include; without any, all sources.
     """
     total = sha256()
-    for name in names():
+    for name in sorted({x for header in headers for x in included(header)}) or names():
         content = (folder() / name).read_bytes()
         # The length keeps a byte moved from one file's end to the next one's start visible.
         total.update(f"{name}\0{len(content)}\0".encode())

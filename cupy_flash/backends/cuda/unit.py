@@ -76,7 +76,7 @@ def unit(entry, config, smem_bytes):
     constants = dict(config.constants)
     lines = (f"  static constexpr int {x} = {value};\n" for x, value in constants.items())
     return name, _TEXT.format(
-        digest=source.digest(), element=ELEMENTS[config.element],
+        digest=source.digest("base.cuh", header), element=ELEMENTS[config.element],
         precision=PRECISIONS[config.precision], d=config.d, d_v=config.d_v, Br=config.Br,
         Bc=config.Bc, warps=config.warps, features="true" if config.features else "false",
         header=header, traits=traits_of(entry), smem_bytes=smem_bytes, threads=32 * config.warps,
@@ -93,6 +93,12 @@ def name_of(entry, config):
     constants = [f"{x}{value}" for x, value in config.constants if value]
     features = ["features"] if config.features else []
     return "_".join([entry, kind, width, tile, *features, *constants])
+
+
+def headers_of(kernels):
+    """The headers of which kernels are made, by their names, without what these include."""
+    entries = (max((e for e in ENTRIES if name.startswith(f"{e}_")), key=len) for name in kernels)
+    return ("base.cuh", *sorted({ENTRIES[entry][0] for entry in entries}))
 
 
 def traits_of(entry):
