@@ -144,7 +144,8 @@ def hopper(*tile, **case):
 # Of the kernel for sm_90a. Whether a consumer has its turn changes when its products run, not what
 # they read.
 WAITS = [f"{name}:0" for name in ("q_full", "k_full", "v_full", "k_empty", "v_empty", "work_full")]
-WAITS.append(line_of("hopper/consumer.cuh", "ptx::fence_async_reads();"))
+WAITS += [line_of("hopper/consumer.cuh", text) for text in (
+    "ptx::fence_async_reads();", "ptx::named_barrier_any(7,", "ptx::named_barrier_wait(7,")]
 FORMS = {
     "registers": registers("bfloat16", 32, 16, 2),
     "Q in registers": registers("float16", 64, 32, 4, keep_Q=True),
@@ -159,6 +160,7 @@ FORMS = {
     "dq": general("backward_dq"),
     "dbias": general("dbias"),
     "two consumers": hopper(128, 32, Nk=140, kv_lens=(140, 70)),
+    "holes": hopper(128, 32, Nk=140, kv_lens=(140, 70), mask="dense", bias="1hqk"),
     "three consumers": hopper(192, 16, Nk=100, kv_lens=(100, 70), softcap=4.0, Hk=1),
 }
 

@@ -59,6 +59,31 @@ def test_results_in_float32_compile_too():
         assert nvrtc.resources(log)["spill_stores"] <= SPILLED[launch.config.Br]
 
 
+@pytest.mark.parametrize("d, d_v", WIDTHS)
+def test_bias_and_mask_compile_too(d, d_v):
+    launch, _, log = compile_row(d, d_v, bias_shape=(1, 1, 1000, 3000), has_mask=True)
+    assert "_holes1" in launch_name(launch) and launch.config.features and "C75" not in log
+    assert launch.config.Br == 128 and nvrtc.resources(log)["spill_stores"] <= 2 * SPILLED[128]
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_results_one_by_one_compile_too(out_dtype):
+    for d, d_v in WIDTHS:
+        launch, _, log = compile_row(d, d_v - 1, out_dtype=out_dtype)
+        assert "_narrow1" in launch_name(launch) and "C75" not in log
+        assert nvrtc.resources(log)["spill_stores"] <= SPILLED[launch.config.Br]
+
+
+@pytest.mark.parametrize("d_v, out_dtype, row, narrow", [
+    (60, "bfloat16", 120, 0), (64, "bfloat16", 136, 0), (62, "bfloat16", 124, 1),
+    (62, "float32", 248, 0), (61, "float32", 256, 1), (64, "bfloat16", 130, 1)])
+def test_results_are_stored_by_8_bytes_where_rows_allow_it(d_v, out_dtype, row, narrow):
+    out = ("out", (8, 4, 256, d_v), (1024 * row, 256 * row, row, 2), out_dtype, True)
+    p = problem(d=64, d_v=d_v, out_dtype=out_dtype, layouts=(out,))
+    (config, *_), _ = cuda_hopper.choose(p, HOPPER)
+    assert dict(config.constants)["narrow"] == narrow
+
+
 def launch_name(launch):
     return unit(launch.entry, launch.config, launch.smem_bytes)[0]
 
@@ -137,8 +162,10 @@ def test_every_head_dim_has_a_row_that_fits(d, d_v):
 
 @pytest.mark.parametrize("changes, words", [
     ({"dtype": "float32", "precision": "tf32", "out_dtype": "float32"}, "16 bits"),
-    ({"has_mask": True}, "mask"), ({"bias_shape": (1, 1, 1, 1)}, "bias"),
-    ({"d": 20}, "multiples of 8"),
+    ({"layouts": (("q", (2, 4, 10, 60), (4800, 1200, 120, 2), "bfloat16", True),)},
+     "strides of q"),
+    ({"layouts": (("k", (2, 2, 10, 20), (16000, 800, 80, 4), "bfloat16", True),),
+      "copied": ("k",)}, "strides of k"),
     ({"Nq": 3}, "rows"), ({"Nk": 0}, "rows"),
     ({"batch": 1, "heads_q": 1, "heads_k": 1}, "idle"),
     ({"layouts": (("v", (2, 2, 3000, 64), (8, 8, 72, 2), "bfloat16", True),)}, "strides of v"),
@@ -148,6 +175,15 @@ def test_what_it_cannot_do_goes_elsewhere_and_is_said(changes, words):
     plan = make_plan("forward", problem(**changes), HOPPER)
     assert "hopper_forward" not in str(plan) and plan.unaligned is None
     assert not plan.launches or words in plan.launches[0].reason, plan
+
+
+@pytest.mark.parametrize("changes", [{"has_mask": True}, {"bias_shape": (1, 1, 1, 3000)}])
+def test_bias_and_mask_are_read_beside_the_products(changes):
+    (launch,) = make_plan("forward", problem(**changes), HOPPER).launches
+    constants = dict(launch.config.constants)
+    assert launch.entry == "hopper_forward" and constants["holes"] == 1
+    (plain,) = make_plan("forward", problem(), HOPPER).launches
+    assert dict(plain.config.constants)["holes"] == 0 and plain.config.Br == 192
 
 
 def test_other_gpus_do_not_get_it():

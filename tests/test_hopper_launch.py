@@ -99,6 +99,15 @@ def test_unaligned_arrays_get_the_other_plan(launches):
     assert "arrays not on borders of 16 bytes" in cf.explain(q, k, v)
 
 
+def test_rows_need_not_be_whole_16_bytes(launches):
+    q, k, v = (x[..., :60] for x in arrays(d=64))
+    out = cf.attention(q, k, v)
+    name, *_, struct, _ = launches[0]
+    assert name.startswith("hopper_forward") and out.strides[1] == 120 and "narrow" not in name
+    q_map, v_map = (np.frombuffer(words(struct, f"{x}_map"), np.uint64) for x in "qv")
+    assert q_map[1] == v_map[1] == 60 and q_map[5] == 128
+
+
 def test_the_group_of_a_key_head_shares_tiles(launches):
     q, k, v = arrays(B=8, Hq=16, Hk=2, N=72, d=128)
     cf.attention(q, k, v)

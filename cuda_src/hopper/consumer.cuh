@@ -7,6 +7,7 @@
 // Shah et al., "FlashAttention-3" (2024), algorithms 1 and 2.
 #pragma once
 
+#include "holes.cuh"
 #include "store.cuh"
 #include "tiles.cuh"
 
@@ -136,17 +137,34 @@ struct Consumer {
   // the array: whatever they hold must not matter, and 0 * NaN is NaN. Each consumer does all of
   // it, so that none has to wait for the others: zeros meet zeros there, which a checker of races
   // may report.
-  CF_DEVICE void forget_values(const Work& w, int key0) const {
-    const int begin = w.first - key0, end = w.end - key0;
-    if (begin <= 0 && (end >= Config::Bc || w.end >= int(p.Nk))) return;
+  template <typename Hidden>
+  CF_DEVICE void zero_values(const Hidden& hidden) const {
     tiles.v().wait(place.before(), "v_full");
     constexpr int chunks = PANEL_ROW_BYTES / 16;
     for (int i = int(threadIdx.x) % 128; i < Traits::v_bytes / 16; i += 128) {
       const int key = i / chunks % Config::Bc;
-      if (key < begin || key >= end) ptx::store_zeros(tiles.V(place.before().stage()) + 16 * i);
+      if (hidden(key)) ptx::store_zeros(tiles.V(place.before().stage()) + 16 * i);
     }
     ptx::fence_async_reads();
     ptx::named_barrier_wait(4 + group, 128);
+  }
+  CF_DEVICE void forget_values(const Work& w, int key0) const {
+    const int begin = w.first - key0, end = w.end - key0;
+    if (begin <= 0 && (end >= Config::Bc || w.end >= int(p.Nk))) return;
+    zero_values([=](int key) { return key < begin || key >= end; });
+  }
+  // The same where arrays hide keys, of which the consumers have to tell each other. seen: of the
+  // warp's rows.
+  CF_DEVICE void forget_unseen_values(uint32 seen) const {
+    constexpr int threads = 128 * Traits::groups;
+    constexpr uint32 all = 0xFFFFFFFF >> (32 - Config::Bc / 4);
+    if (!ptx::named_barrier_any(7, threads, seen != all)) return;
+    // All have read what the step before left there.
+    const int lane = int(threadIdx.x) % 32;
+    if (lane < 4) tiles.seen[4 * (int(threadIdx.x) / 32 - 4) + lane] = seen;
+    ptx::named_barrier_wait(7, threads);
+    const SeenColumns<4 * Traits::groups> any(tiles.seen);
+    zero_values([&](int key) { return !any.has(key); });
   }
 
   // Ends a work: its sums, while its last values are still being added up, and then its rows.
@@ -154,7 +172,10 @@ struct Consumer {
     close_rows(p, work_at(work_place), row(), state, Config::features ? 1.f : p.qk_scale, factor);
   }
   CF_DEVICE void store(const float (&factor)[2]) {
-    if constexpr (Config::wide) {
+    if constexpr (Config::narrow) {
+      using O = typename ResultOf<T, Config::wide>::type;
+      store_narrow_rows<O>(p, work_at(work_place), row(), acc, factor);
+    } else if constexpr (Config::wide) {
       store_wide_rows(p, work_at(work_place), row(), acc, factor);
     } else {
       store_rows<T>(p, work_at(work_place), row(), acc, factor);
@@ -183,8 +204,11 @@ struct Consumer {
     tiles.k().release(place);
     if (ONE_Q && key0 == w.first_tile) tiles.q(group).release(q_place(current));
     if constexpr (Config::features) finish_scores(S, p, w, row(), column0);
+    if constexpr (Config::holes) read_scores(S, p, w, row(), column0);
     const bool hides = w.hides(key0);
     if (hides) hide(w, column0);
+    uint32 seen = 0;
+    if constexpr (Config::holes) seen = seen_columns(S, w, row());
     const bool moved = softmax_step(S, state, factor, first, lazy, p);
     // Left to itself, ptxas moves the wait up, before the exponentials that are to run beside the
     // products, or those down behind it. A loop that depends on their sum keeps both in place; the
@@ -200,7 +224,11 @@ struct Consumer {
     } else if (moved) {
       scale(factor);
     }
-    if (hides) forget_values(w, key0);
+    if constexpr (Config::holes) {
+      forget_unseen_values(seen);
+    } else if (hides) {
+      forget_values(w, key0);
+    }
     round_P();
   }
 
@@ -258,10 +286,12 @@ struct Consumer {
       step(w, key0, key0 == w.last_tile, again, lazy);
       lazy[0] = lazy[1] = p.lazy_2;
       key0 -= Config::Bc;
-      const int plain = key0 < w.full_end ? max((key0 - lowest) / Config::Bc + 1, 0) : 0;
-      const int done = plain_steps(w, key0, plain, lazy);
-      key0 -= done * Config::Bc;
-      again = done < plain;
+      if constexpr (!Config::holes) {
+        const int plain = key0 < w.full_end ? max((key0 - lowest) / Config::Bc + 1, 0) : 0;
+        const int done = plain_steps(w, key0, plain, lazy);
+        key0 -= done * Config::Bc;
+        again = done < plain;
+      }
       if (key0 < w.first_tile) break;
     }
     if (!ONE_Q) tiles.q(group).release(q_place(current));

@@ -14,7 +14,12 @@ CF_DEVICE void store_empty_works(const HopperForwardParams& p) {
   while (turns.next()) {
     Work w;
     turns.open(w);
-    if (w.empty()) store_nothing(p, w);
+    if (!w.empty()) continue;
+    if constexpr (Config::narrow) {
+      store_nothing<uint16>(p, w);
+    } else {
+      store_nothing<HalfChunk>(p, w);
+    }
   }
 }
 

@@ -102,13 +102,42 @@ CF_DEVICE void store_rows(const HopperForwardParams& p, const Work& w, int r,
   }
 }
 
-// One warp: the rows of a tile of which no row sees a key.
+// The element type of out.
+template <typename T, int wide>
+struct ResultOf {
+  using type = float;
+};
+template <typename T>
+struct ResultOf<T, 0> {
+  using type = T;
+};
+
+// out = acc / l one element at a time, where rows are no whole 8 bytes or begin anywhere.
+template <typename O, int n>
+CF_DEVICE void store_narrow_rows(const HopperForwardParams& p, const Work& w, int r,
+                                 const float (&acc)[n], const float (&factor)[2]) {
+  const int column0 = 2 * (int(threadIdx.x) % 4);
+  uint64 rows[2];
+  row_addresses(p, p.out, w.out, w, r, rows);
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    const int own = row_of(i), column = column0 + i / 4 * 8 + i % 2;
+    const float x = factor[own] != 0.f ? acc[i] * factor[own] : 0.f;
+    if (r + 8 * own < w.count && column < int(p.d_v)) {
+      at<O>(rows[own] + int(sizeof(O)) * column) = narrow<O>(x);
+    }
+  }
+}
+
+// One warp: the rows of a tile of which no row sees a key, by zeros of the type Z: as wide as
+// stores to out may be.
+template <typename Z>
 CF_DEVICE void store_nothing(const HopperForwardParams& p, const Work& w) {
-  const int chunks = int(p.d_v) / (p.out.kind == FLOAT32 ? 4 : 8);
-  for (int i = int(threadIdx.x) % 32; i < w.count * chunks; i += 32) {
-    const int r = i / chunks;
-    at<Chunk>(row_address(p, p.out, w.out, w, r) + 16 * (i % chunks)) = Chunk{};
-    if (i % chunks == 0 && p.lse.address != 0) {
+  const int zeros = int(p.d_v) * (p.out.kind == FLOAT32 ? 4 : 2) / int(sizeof(Z));
+  for (int i = int(threadIdx.x) % 32; i < w.count * zeros; i += 32) {
+    const int r = i / zeros;
+    at<Z>(row_address(p, p.out, w.out, w, r) + int(sizeof(Z)) * (i % zeros)) = Z{};
+    if (i % zeros == 0 && p.lse.address != 0) {
       at<float>(row_address(p, p.lse, w.lse, w, r)) = -inf<float>();
     }
   }

@@ -18,8 +18,9 @@ struct HopperForwardTraits {
   static constexpr int q_bytes = panels_bytes(64, Config::d);
   static constexpr int k_bytes = panels_bytes(Config::Bc, Config::d);
   static constexpr int v_bytes = panels_bytes(Config::Bc, Config::d_v);
-  // Works and barriers take the first 1,024 bytes. K and V come in four stages each where they fit
-  // beside two tiles of Q, which pays where works are short: a new head's keys come from afar.
+  // Works, barriers and seen keys take the first 1,024 bytes. K and V come in four stages each
+  // where they fit beside two tiles of Q, which pays where works are short: a new head's keys come
+  // from afar.
   static constexpr int kv_bytes = k_bytes + v_bytes, all_q_bytes = groups * q_bytes;
   static constexpr int stages =
       PANEL_ALIGNMENT + 4 * kv_bytes + 2 * all_q_bytes <= SMEM_MOST ? 4 : 2;
@@ -38,6 +39,10 @@ struct HopperForwardTraits {
   static_assert(Config::Bc % 16 == 0 && Config::d % 16 == 0 && Config::d_v % 16 == 0,
                 "Bc, d and d_v must be multiples of 16");
   static_assert(smem_bytes <= SMEM_MOST, "the tiles do not fit in shared memory");
+  static constexpr int barriers_bytes =
+      Ring<WORKS>::bytes + 2 * Ring<stages>::bytes + groups * Ring<q_stages>::bytes;
+  static_assert(WORKS * int(sizeof(Work)) + barriers_bytes + 64 * groups <= PANEL_ALIGNMENT,
+                "works, barriers and seen keys do not fit before the tiles");
 };
 
 template <typename Config>
@@ -46,11 +51,13 @@ struct HopperForwardTiles {
   using QRing = Ring<Traits::q_stages>;
   using KRing = Ring<Traits::stages>;
   Work* works;             // [WORKS]
+  uint32* seen;            // [4 groups, 4]: see SeenColumns
   SmemAddress barriers;         // behind the works
   SmemAddress tiles;            // Q [q_stages][groups], K [stages], V [stages], each in panels
 
   CF_DEVICE explicit HopperForwardTiles(unsigned char* memory)
       : works(reinterpret_cast<Work*>(memory)),
+        seen(reinterpret_cast<uint32*>(memory + WORKS * sizeof(Work) + Traits::barriers_bytes)),
         barriers(ptx::smem_address(memory) + WORKS * SmemAddress(sizeof(Work))),
         tiles(ptx::smem_address(memory) + PANEL_ALIGNMENT) {}
 

@@ -1,10 +1,11 @@
 """The tiles of the kernels for sm_90a, and when they serve.
 
 They multiply by wgmma and load by the TMA unit, which sets conditions: 16-bit elements, strides of
-whole 16 bytes. What they cannot do goes to the kernels for every GPU, and the plan says why.
+whole 16 bytes (but any number of columns: it fills up with zeros). What they cannot do goes to the
+kernels for every GPU, and the plan says why.
 """
 
-from math import ceil, e, log2
+from math import ceil, e, log2, prod
 from typing import NamedTuple
 
 from .cuda_tiles import FRAGMENT, lazy
@@ -15,6 +16,7 @@ MOST_ROWS = 2**30           # packed rows, keys, tasks: they are counted in 32 b
 FEWEST_ROWS = 64            # below, a tile of 128 rows is mostly empty
 MANY_KEYS = 1024            # they are better split if there are few tiles of rows
 SMEM = 227 << 10
+STORE = 8                   # bytes that a thread stores at once
 CACHED = 32 << 20           # bytes of K and V that may stay in the L2 cache beside all else
 # Scores stay q.k until the exponential, where one factor brings scale and base in, unless that is
 # not positive, or near the ends of float32.
@@ -40,7 +42,8 @@ class Row(NamedTuple):
 ROWS = (
     Row(192, 128, 64, 64, "three consumers: the accumulators of d_v = 64 leave room for them"),
     # Three consumers hide each other's softmax better than two: 587 against 486 TFLOP/s on an H200.
-    Row(128, 128, 64, 64, "two consumers: tiles of 192 rows waste much of a short diagonal", 0.82),
+    Row(128, 128, 64, 64, "two consumers: tiles of 192 rows waste much of a short diagonal, and "
+        "leave no registers for bias and mask", 0.82),
     Row(128, 128, 128, 128, "two consumers, as many keys as rows"),
     Row(128, 128, 192, 128, "two consumers, as many keys as rows"),
     Row(128, 112, 192, 192, "two consumers, and the keys that fit in shared memory"),
@@ -53,8 +56,10 @@ def choose(problem, device):
     obstacle = obstacle_of(problem, device)
     if obstacle:
         return None, obstacle
+    crowded = reads_scores(problem)
     row = min((row for row in ROWS if problem.d <= row.d and problem.d_v <= row.d_v),
-              key=lambda row: (row.d, row.d_v, scores_of(problem, row) / row.pace))
+              key=lambda row: (row.d, row.d_v, crowded and row.Br > 128,
+                               scores_of(problem, row) / row.pace))
     config = config_of(problem, row)
     tasks = count_tasks(problem, config)
     if 2 * tasks < device.sms and problem.Nk > MANY_KEYS:
@@ -71,23 +76,39 @@ def obstacle_of(problem, device):
         return "sm_90 and NVRTC 12.9 or newer have it"
     if p.dtype not in ("float16", "bfloat16"):
         return "its elements have 16 bits"
-    if p.has_mask or p.bias_shape:
-        return "mask and bias are read by the general kernel only"
-    if p.d % 8 or p.d_v % 8:
-        return "the TMA unit moves whole 16 bytes: head dims must be multiples of 8"
     if p.group * p.Nq < FEWEST_ROWS or p.Nk == 0:
         return f"fewer than {FEWEST_ROWS} rows for a key head"
     for name, shape, strides, *_ in p.layouts:
-        if (name in ("q", "k", "v", "out") and name not in p.copied
-                and not loadable(shape, strides)):
+        if name in p.copied:
+            strides = dense_strides(shape)
+        if name in ("q", "k", "v") and not loadable(shape, strides):
             return f"the strides of {name} are not positive multiples of 16 bytes"
     return None
+
+
+def dense_strides(shape):
+    """Bytes from one entry to the next of each axis of a dense array of 16-bit elements."""
+    return tuple(2 * prod(shape[axis + 1:]) for axis in range(len(shape)))
+
+
+def reads_scores(problem):
+    """Whether bias or mask, which may hide any key, are read beside the products."""
+    return problem.has_mask or problem.bias_shape is not None
 
 
 def loadable(shape, strides):
     """Whether the TMA unit can walk an array, apart from its address."""
     return all(n == 1 or (s > 0 and s % 16 == 0)
                for n, s in zip(shape[:-1], strides[:-1], strict=True))
+
+
+def narrow(problem):
+    """Whether results are stored one by one: their rows are no whole 8 bytes, or begin anywhere."""
+    steps = [problem.d_v * (4 if problem.out_dtype == "float32" else 2)]
+    for name, shape, strides, *_ in problem.layouts:
+        if name == "out":
+            steps += (s for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1)
+    return any(step % STORE for step in steps)
 
 
 def pack_of(problem, Br):
@@ -144,9 +165,12 @@ def config_of(problem, row):
     """What the kernel is compiled for, to serve this problem with this row."""
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
-    features = p.has_alibi or p.softcap != 0 or not SCALES[0] <= p.scale <= SCALES[1]
+    holes = reads_scores(p)
+    features = (holes or p.has_alibi or p.softcap != 0
+                or not SCALES[0] <= p.scale <= SCALES[1])
     return CudaConfig(p.dtype, None, d, d_v, row.Br, row.Bc, 4 * (row.Br // 64 + 1), features,
-                      lazy(p), (("blocks", 1), ("wide", int(p.out_dtype != p.dtype))))
+                      lazy(p), (("blocks", 1), ("wide", int(p.out_dtype != p.dtype)),
+                               ("narrow", int(narrow(p))), ("holes", int(holes))))
 
 
 def smem_bytes(config):

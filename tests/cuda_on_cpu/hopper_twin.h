@@ -123,14 +123,15 @@ inline void named_barrier_wait(int id, int threads, const char* file = __builtin
   fibers::wait();
 }
 
-inline bool named_barrier_any(int id, int threads, bool yes) {
+inline bool named_barrier_any(int id, int threads, bool yes, const char* file = __builtin_FILE(),
+                              int line = __builtin_LINE()) {
   fibers::NamedBarrier& barrier = fibers::block->named[id];
   barrier.yes |= yes;
   if (barrier.count + 1 == unsigned(threads)) {
     barrier.any = barrier.yes;
     barrier.yes = false;
   }
-  named_barrier_wait(id, threads, "", 0);
+  named_barrier_wait(id, threads, file, line);
   return barrier.any;
 }
 

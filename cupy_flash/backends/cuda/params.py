@@ -134,7 +134,8 @@ class Template:
         self._workspace = [(dtype.fields[name][1] // 8, x) for name, x in offsets.items()]
         self._bits = _row_bits(*(getattr(operands, name) for name in _LOADED[direction]))
         self._maps = None
-        if dtype == HopperForwardParams:
+        if dtype == HopperForwardParams:        # the planner looked at strides; rows may be short
+            self._bits = WIDEST_LOAD
             self._maps = TensorMaps(plan, operands)
             self._maps_from = dtype.fields["q_map"][1] // 8
 
