@@ -58,12 +58,12 @@ def family(x):
 def common_family(named):
     """The family of all objects; TypeError if one is no array, or if there are two families.
 
-    Arrays of one library, which need not be taken in, have its name for a family.
+    Arrays of one class that need not be taken in have their library's name for a family.
     """
     kinds = set(map(type, named.values()))
-    libraries = set(map(library, kinds))
-    if len(libraries) == 1 and None not in libraries:
-        return libraries.pop()
+    known = library(kinds.pop())
+    if known is not None and not kinds:
+        return known
     families = {}
     for name, x in named.items():
         kind = family(x)
@@ -93,16 +93,16 @@ def take(name, x):
 def layouts(arrays):
     """The fields of each array's `Layout` by name, as a tuple; checks what the addresses say.
 
-    CuPy arrays must lie on one device, and at addresses that the device can read.
+    The arrays are all of NumPy or all of CuPy. Those of CuPy must lie on one device, and at
+    addresses that the device can read.
     """
-    found, where = [], None
+    first, found = next(iter(arrays.values())), []
+    if isinstance(first, np.ndarray):
+        return tuple([(name, x.shape, x.strides, x.dtype, x.flags.aligned)
+                      for name, x in arrays.items()])
+    where = first.data.device_id
     for name, x in arrays.items():
-        if isinstance(x, np.ndarray):
-            found.append((name, x.shape, x.strides, x.dtype, x.flags.aligned))
-            continue
         data, dtype = x.data, x.dtype
-        if where is None:
-            where = data.device_id
         if data.device_id != where:
             raise ValueError(f"`{name}` is on GPU {data.device_id}, but `{next(iter(arrays))}` is "
                              f"on GPU {where}: all arrays must be on the same GPU")

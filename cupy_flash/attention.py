@@ -255,7 +255,7 @@ def _run(direction, problem, operands):
 
 def _device(q):
     """Where an array is."""
-    return device.cpu() if isinstance(q, np.ndarray) else device.gpu(q.device.id)
+    return device.cpu() if isinstance(q, np.ndarray) else device.gpu(q.data.device_id)
 
 
 @cache

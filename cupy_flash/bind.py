@@ -74,9 +74,11 @@ def bind_backward(dout, q, k, v, out, lse, options, *, dlse=None, deterministic=
     """Problem and operands of a backward call; see `bind_forward`."""
     _check_flag("deterministic", deterministic)
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-    for name, x in (("dlse", dlse), ("dq", dq), ("dk", dk), ("dv", dv)):
-        if x is not None:
-            arrays[name] = x
+    if dlse is not None:
+        arrays["dlse"] = dlse
+    if not dq is dk is dv is None:
+        given = zip(_BUFFERS, (dq, dk, dv), strict=True)
+        arrays |= {name: x for name, x in given if x is not None}
     problem, operands = _bind("backward", arrays, options, ("grad_dtype", grad_dtype))
     return (_in_fixed_order(problem) if deterministic else problem), operands
 
@@ -91,17 +93,12 @@ def _bind(direction, arrays, options, wanted, returns_lse=False):
     """Both passes; `wanted` is the argument that names the results' dtype, and its value."""
     arrays = _take_all(arrays, options)
     problem = _describe(direction, arrays, options, wanted, returns_lse)
-    for name in _BUFFERS if direction == "backward" else ("out",):
-        if name in arrays:
-            check_buffer(name, arrays[name], {o: x for o, x in arrays.items() if o != name})
+    for name in problem.buffers:
+        check_buffer(name, arrays[name], {o: x for o, x in arrays.items() if o != name})
     if problem.copied:
         with on_device_of(arrays["q"]):
             arrays |= {name: dense_copy(arrays[name]) for name in problem.copied}
-    for name in ("q_lens", "kv_lens"):
-        if name in arrays and not arrays[name].flags.c_contiguous:
-            with on_device_of(arrays[name]):
-                arrays[name] = arrays[name].copy()
-    if "alibi_slopes" in arrays:
+    if problem.has_alibi:
         arrays["slopes"] = arrays.pop("alibi_slopes")
     operands = Operands(**arrays)
     if isinstance(operands.q, np.ndarray):
@@ -111,11 +108,12 @@ def _bind(direction, arrays, options, wanted, returns_lse=False):
 
 def _describe(direction, arrays, options, wanted, returns_lse=False):
     """The problem, made or remembered; lengths in CPU memory are looked at."""
-    problem = _problem(direction, layouts(arrays), *_numbers(options), *_result_dtype(*wanted),
+    problem = _problem(direction, layouts(arrays), _numbers(options), _result_dtype(*wanted),
                        returns_lse)
-    for name, extent in (("q_lens", problem.Nq), ("kv_lens", problem.Nk)):
-        if name in arrays:
-            _check_lens(name, arrays[name], extent)
+    if problem.has_q_lens:
+        _check_lens("q_lens", arrays["q_lens"], problem.Nq)
+    if problem.has_kv_lens:
+        _check_lens("kv_lens", arrays["kv_lens"], problem.Nk)
     return problem
 
 
@@ -146,9 +144,10 @@ def _numbers(options):
 
 
 @lru_cache(maxsize=4096)
-def _problem(direction, arrays, scale, softcap, left, right, q_offset, precision, wanted_name,
-             wanted, returns_lse):
+def _problem(direction, arrays, numbers, result_dtype, returns_lse):
     """The `Problem` of a call, after every check that needs no element and no address."""
+    scale, softcap, left, right, q_offset, precision = numbers
+    wanted_name, wanted = result_dtype
     named = {name: Layout(*fields) for name, *fields in arrays}
     q, k, v = (named[name] for name in "qkv")
     _check_dtypes(q, k, v)
@@ -167,9 +166,9 @@ def _problem(direction, arrays, scale, softcap, left, right, q_offset, precision
     else:
         _check_results(named)
         buffers = {name: named[name[1]].shape for name in _BUFFERS}
+    buffers = {name: shape for name, shape in buffers.items() if name in named}
     for name, shape in buffers.items():
-        if name in named:
-            _check_result_buffer(name, named[name], shape, dtype)
+        _check_result_buffer(name, named[name], shape, dtype)
     for name, x in named.items():
         _check_strides(name, x)
     return Problem(
@@ -179,7 +178,9 @@ def _problem(direction, arrays, scale, softcap, left, right, q_offset, precision
         mask=Mask(left, right, q_offset),
         bias_shape=None if bias is None else (1,) * (4 - bias.ndim) + bias.shape,
         dbias_dtype=None if bias is None else (bias.dtype if wanted is None else dtype).name,
-        copied=tuple(name for name in _dense_operands(direction) if not named[name].dense),
+        copied=tuple(name for name in _dense_operands(direction)
+                     if name in named and not named[name].dense),
+        buffers=tuple(buffers),
         has_alibi="alibi_slopes" in named, returns_lse=returns_lse, layouts=arrays, **{
             f"has_{name}": name in named for name in ("mask", "q_lens", "kv_lens", "dlse")},
     )
@@ -187,7 +188,8 @@ def _problem(direction, arrays, scale, softcap, left, right, q_offset, precision
 
 def _dense_operands(direction):
     """Operands whose rows the kernels read as they lie."""
-    return ("q", "k", "v") if direction == "forward" else ("q", "k", "v", "dout", "out")
+    gradients = () if direction == "forward" else ("dout", "out")
+    return "q", "k", "v", *gradients, "q_lens", "kv_lens"
 
 
 def _check_dtypes(q, k, v):

@@ -74,6 +74,8 @@ class Problem:
         Backward: the same bits in every run.
     copied : tuple of str
         Inputs whose last axis had no unit stride: the kernels read a copy of them.
+    buffers : tuple of str
+        Results for which the caller gave the memory.
     layouts : tuple
         (name, shape, strides, dtype, aligned) of each array of the call: calls with the same
         problem differ in nothing but addresses and elements.
@@ -102,6 +104,7 @@ class Problem:
     returns_lse: bool = True
     deterministic: bool = False
     copied: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
     layouts: tuple = ()
 
     @cached_property

@@ -56,7 +56,6 @@ def pretended_gpu(monkeypatch, gpu=H200):
     monkeypatch.setattr(launch, "get_device_id", lambda: 0)
     monkeypatch.setattr(device, "gpu", lambda number: gpu)
     monkeypatch.setattr(compiled, "_function", function)
-    compiled.launches.cache_clear()
+    launch._kept.clear()
     yield records
-    compiled.launches.cache_clear()
     launch._kept.clear()

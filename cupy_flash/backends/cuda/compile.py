@@ -12,7 +12,6 @@ from .unit import unit
 MOST_BLOCKS = 2**31 - 1
 
 
-@lru_cache(maxsize=4096)
 def launches(plan):
     """(function, grid, block, bytes of shared memory, tasks) of each launch.
 

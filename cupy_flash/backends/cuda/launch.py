@@ -4,6 +4,8 @@ Everything runs on the current stream of the arrays' device; nothing waits for t
 nothing is read back, so that calls can be captured into a CUDA graph once they are compiled.
 """
 
+from functools import cached_property
+
 import cupy
 from cupy.cuda.device import get_device_id
 
@@ -26,15 +28,16 @@ def run(plan, operands):
 
 
 def _run(plan, operands):
-    memory, template = _kept.get(plan) or _keep(plan, operands)
-    operands, workspace = memory.allocate(operands)
+    kept = _kept.get(plan) or _keep(plan, operands)
+    operands, workspace = kept.memory.allocate(operands)
+    template = kept.template
     if template is None:
         return operands
     words = template.fill(operands, workspace.ptr if workspace else 0)
     if plan.unaligned and not template.aligned(words, operands):
         return _run(plan.unaligned, operands)
     struct = template.struct(words)
-    for function, grid, block, smem_bytes, tasks in launches(plan):
+    for function, grid, block, smem_bytes, tasks in kept.launches:
         template.set_tasks(words, tasks)        # a launch has copied its struct when it returns
         function(grid, block, (struct,), smem_bytes)
     del workspace                               # only now: it must outlive the launches
@@ -42,12 +45,26 @@ def _run(plan, operands):
 
 
 def _keep(plan, operands):
-    """Allocations and struct of the plan, from its first call; no struct if nothing is launched."""
     if len(_kept) >= _MOST_KEPT:
         _kept.clear()
-    memory, template = Memory(plan, operands), None
-    if plan.launches:
-        complete, _ = memory.allocate(operands)
-        template = Template(plan, four_axes(plan.problem, complete), memory.offsets)
-    _kept[plan] = memory, template
-    return memory, template
+    kept = _kept[plan] = _Kept(plan, operands)
+    return kept
+
+
+class _Kept:
+    """What the calls with a plan share, made from the first: allocations, struct, functions.
+
+    There is no struct if nothing is launched.
+    """
+
+    def __init__(self, plan, operands):
+        self._plan = plan
+        self.memory, self.template = Memory(plan, operands), None
+        if plan.launches:
+            complete, _ = self.memory.allocate(operands)
+            self.template = Template(plan, four_axes(plan.problem, complete), self.memory.offsets)
+
+    @cached_property
+    def launches(self):
+        """Functions and grids, compiled when they are first asked for."""
+        return launches(self._plan)

@@ -33,7 +33,9 @@ class Memory:
         for name, like, columns, dtype in _missing(plan, operands):
             shape, dtype, back = _dense(like, columns, dtype)
             nbytes = prod(shape) * dtype.itemsize
-            self._results.append((operands._fields.index(name), shape, dtype, back, end, nbytes))
+            # CuPy looks a character up faster than a dtype; that of bfloat16 it does not know.
+            code = dtype.char if dtype.isbuiltin == 1 else dtype
+            self._results.append((operands._fields.index(name), shape, code, back, end, nbytes))
             end += _aligned(nbytes)
         self._together = 0 < end <= _TOGETHER
         if self._together:
@@ -46,11 +48,11 @@ class Memory:
         """
         workspace = cupy.cuda.alloc(self._bytes) if self._bytes else None
         arrays, together = list(operands), self._together
-        for i, shape, dtype, back, offset, nbytes in self._results:
+        for i, shape, code, back, offset, nbytes in self._results:
             memory = workspace + offset if together else cupy.cuda.alloc(nbytes)
-            x = cupy.ndarray(shape, dtype, memory)
+            x = cupy.ndarray(shape, code, memory)
             arrays[i] = x if back is None else x.transpose(back)
-        return Operands(*arrays), workspace
+        return Operands._make(arrays), workspace
 
 
 def _aligned(nbytes):

@@ -8,6 +8,7 @@ float passed to a kernel by itself would arrive as a double, whatever the kernel
 `pack` makes the struct of one launch from scratch. A `Template` keeps it for the calls that follow.
 """
 
+from array import array
 from math import ceil
 
 import numpy as np
@@ -123,14 +124,16 @@ class Template:
         direction = plan.direction
         packed = pack(plan, plan.launches[0], operands, offsets)
         dtype = packed.dtype
-        self._words = packed.view(np.uint64)
+        self._words = array("Q", packed.tobytes())      # Python sets its items faster than NumPy's
         self._opaque = np.dtype(f"V{dtype.itemsize}")
         self._tasks = dtype.fields["tasks"][1] // 8
         self._vector = dtype.fields["vector_bytes"][1] // 8
         given = [(i, name) for i, (name, x) in enumerate(operands._asdict().items())
                  if x is not None]
-        self._places = [(i, dtype.fields[name][1] // 8, name in _LOADED[direction])
-                        for i, name in given]
+        places = [(i, dtype.fields[name][1] // 8) for i, name in given]
+        self._loaded = [x for x, (_, name) in zip(places, given, strict=True)
+                        if name in _LOADED[direction]]
+        self._others = [x for x in places if x not in self._loaded]
         self._workspace = [(dtype.fields[name][1] // 8, x) for name, x in offsets.items()]
         self._bits = _row_bits(*(getattr(operands, name) for name in _LOADED[direction]))
         self._maps = None
@@ -144,12 +147,12 @@ class Template:
 
         `workspace` is the address of the workspace.
         """
-        words, bits = self._words.copy(), self._bits
-        for i, place, loaded in self._places:
-            start = operands[i].data.ptr
-            words[place] = start
-            if loaded:
-                bits |= start
+        words, bits = self._words[:], self._bits
+        for i, place in self._loaded:
+            start = words[place] = operands[i].data.ptr
+            bits |= start
+        for i, place in self._others:
+            words[place] = operands[i].data.ptr
         for place, offset in self._workspace:
             words[place] = workspace + offset
         words[self._vector] = bits & -bits
@@ -163,7 +166,7 @@ class Template:
 
     def struct(self, words):
         """The words as one element, which CuPy passes by value; it shares their memory."""
-        return words.view(self._opaque)
+        return np.ndarray(1, self._opaque, words)
 
     def set_tasks(self, words, tasks):
         """What differs between the launches of a plan."""

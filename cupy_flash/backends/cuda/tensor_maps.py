@@ -5,9 +5,8 @@ maps of a call are kept by the addresses of its arrays.
 """
 
 import ctypes
+from array import array
 from functools import cache
-
-import numpy as np
 
 from ...plan.cuda_hopper import PANEL, pack_of
 
@@ -39,7 +38,7 @@ class TensorMaps:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
             made = [make(x) for make, x in zip(self.makers, addresses, strict=True)]
-            maps = self._kept[addresses] = np.frombuffer(b"".join(made), np.uint64)
+            maps = self._kept[addresses] = array("Q", b"".join(made))
         return maps
 
 
