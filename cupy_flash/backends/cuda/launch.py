@@ -36,10 +36,10 @@ def _run(plan, operands):
     words = template.fill(operands, workspace.ptr if workspace else 0)
     if plan.unaligned and not template.aligned(words, operands):
         return _run(plan.unaligned, operands)
-    struct = template.struct(words)
+    arguments, place = (template.struct(words),), template.tasks
     for function, grid, block, smem_bytes, tasks in kept.launches:
-        template.set_tasks(words, tasks)        # a launch has copied its struct when it returns
-        function(grid, block, (struct,), smem_bytes)
+        words[place] = tasks                    # a launch has copied its struct when it returns
+        function(grid, block, arguments, smem_bytes)
     del workspace                               # only now: it must outlive the launches
     return operands
 

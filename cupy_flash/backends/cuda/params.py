@@ -117,7 +117,8 @@ class Template:
     """The struct of a plan's launches, of which a call changes nothing but addresses and tasks.
 
     It is made from the first call's arrays: calls with the same plan have the same layouts.
-    `offsets` says where the plan's buffers lie in its workspace, by their names.
+    `offsets` says where the plan's buffers lie in its workspace, by their names. `tasks` is the
+    place of the one word in which the launches of a plan differ.
     """
 
     def __init__(self, plan, operands, offsets):
@@ -126,7 +127,7 @@ class Template:
         dtype = packed.dtype
         self._words = array("Q", packed.tobytes())      # Python sets its items faster than NumPy's
         self._opaque = np.dtype(f"V{dtype.itemsize}")
-        self._tasks = dtype.fields["tasks"][1] // 8
+        self.tasks = dtype.fields["tasks"][1] // 8
         self._vector = dtype.fields["vector_bytes"][1] // 8
         given = [(i, name) for i, (name, x) in enumerate(operands._asdict().items())
                  if x is not None]
@@ -167,10 +168,6 @@ class Template:
     def struct(self, words):
         """The words as one element, which CuPy passes by value; it shares their memory."""
         return np.ndarray(1, self._opaque, words)
-
-    def set_tasks(self, words, tasks):
-        """What differs between the launches of a plan."""
-        words[self._tasks] = tasks
 
 
 def vector_bytes(*arrays):
