@@ -46,10 +46,10 @@ def pretended_gpu(monkeypatch, gpu=H200):
 
     def function(number, name, text, smem_bytes):
         def run(grid, block, arguments, shared):
-            (struct,) = arguments
+            (argument,) = arguments
             direction = "forward" if name.startswith(("forward", "combine")) else "backward"
             dtype = HopperForwardParams if name.startswith("hopper_forward") else PARAMS[direction]
-            records.append((name, grid, block, struct.copy().view(dtype)[0], shared))
+            records.append((name, grid, block, np.array(argument.words).view(dtype)[0], shared))
         return run
 
     monkeypatch.setattr(cupy.cuda, "alloc", fake_alloc)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import cupy
 from cupy.cuda.device import get_device_id
+from cupy.cuda.function import CPointer
 
 from ...axes import four_axes
 from .compile import launches
@@ -36,12 +37,26 @@ def _run(plan, operands):
     words = template.fill(operands, workspace.ptr if workspace else 0)
     if plan.unaligned and not template.aligned(words, operands):
         return _run(plan.unaligned, operands)
-    arguments, place = (template.struct(words),), template.tasks
+    arguments, place = (_Argument(words),), template.tasks
     for function, grid, block, smem_bytes, tasks in kept.launches:
         words[place] = tasks                    # a launch has copied its struct when it returns
         function(grid, block, arguments, smem_bytes)
     del workspace                               # only now: it must outlive the launches
     return operands
+
+
+class _Argument(CPointer):
+    """A struct as a launch takes it: by its address.
+
+    A NumPy array of one element would do, but CuPy asks such an array for its address at each
+    launch, and that takes it a microsecond.
+    """
+
+    __slots__ = ("words",)
+
+    def __init__(self, words):
+        super().__init__(words.buffer_info()[0])
+        self.words = words
 
 
 def _keep(plan, operands):

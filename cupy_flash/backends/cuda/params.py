@@ -1,4 +1,4 @@
-"""The parameter structs of the CUDA kernels, one NumPy structured scalar a launch.
+"""The parameter structs of the CUDA kernels, as NumPy's structured scalars.
 
 They repeat ``cuda_src/params.cuh`` field for field: a tensor is its address, its strides in bytes
 (batch, head, row, column) and its element type; address 0 means that the operand is absent. Every
@@ -126,7 +126,6 @@ class Template:
         packed = pack(plan, plan.launches[0], operands, offsets)
         dtype = packed.dtype
         self._words = array("Q", packed.tobytes())      # Python sets its items faster than NumPy's
-        self._opaque = np.dtype(f"V{dtype.itemsize}")
         self.tasks = dtype.fields["tasks"][1] // 8
         self._vector = dtype.fields["vector_bytes"][1] // 8
         given = [(i, name) for i, (name, x) in enumerate(operands._asdict().items())
@@ -144,10 +143,7 @@ class Template:
             self._maps_from = dtype.fields["q_map"][1] // 8
 
     def fill(self, operands, workspace):
-        """The struct of a call as words; `struct` turns them into a kernel's argument.
-
-        `workspace` is the address of the workspace.
-        """
+        """The struct of a call as words; `workspace` is the address of the workspace."""
         words, bits = self._words[:], self._bits
         for i, place in self._loaded:
             start = words[place] = operands[i].data.ptr
@@ -164,10 +160,6 @@ class Template:
     def aligned(self, words, operands):
         """Whether q, k, v and out begin, with all their rows, on borders of 16 bytes."""
         return words[self._vector] == WIDEST_LOAD and not operands.out.data.ptr % WIDEST_LOAD
-
-    def struct(self, words):
-        """The words as one element, which CuPy passes by value; it shares their memory."""
-        return np.ndarray(1, self._opaque, words)
 
 
 def vector_bytes(*arrays):
