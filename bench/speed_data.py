@@ -8,8 +8,10 @@ ROWS = 1024         # of a block of the answers: its scores take 128 MiB at Nk =
 MOST_SETS = 32
 RESULTS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
 # Norm of the difference over norm of the answer: a few roundings of the type, and twice that for
-# gradients, which are sums of rounded dS. Rounding `out` shifts delta, and dq by a part of the mean
-# key: that stays as large as it is, while dq falls with the root of the keys.
+# gradients, which are sums of rounded dS. An error of `out` shifts delta, and dq by a part of the
+# mean key: from rounding, it stays as large as it is while dq falls with the root of the keys.
+# Where rounding is fine, what tensor cores cut off a running sum over mean-1 values stands out, and
+# that grows with the root of the keys itself: 1.2e-3 at 4096 keys, from all kernels measured.
 BOUNDS = {"bfloat16": 8e-3, "float16": 1e-3, "tf32": 2e-3, "tf32x3": 1e-5, "float64": 1e-12}
 
 
@@ -127,4 +129,4 @@ def bound(cell):
     """The largest error allowed."""
     if cell.direction == "forward":
         return BOUNDS[cell.kind]
-    return 2 * BOUNDS[cell.kind] * max(1, cell.Nk / 4096)**0.5
+    return 2 * BOUNDS[cell.kind] * max(1, cell.Nk / 4096)**(1 if cell.kind == "float16" else 0.5)

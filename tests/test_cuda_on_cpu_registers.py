@@ -120,6 +120,8 @@ def test_large_scores_of_either_sign_in_later_keys(kind, row):
     ("float16", Row(96, 32, 2, 256, ""), 33, 70),
     ("tf32", Row(128, 32, 4, 256, ""), 72, 96),
     ("tf32x3", Row(64, 16, 4, 256, ""), 130, 20),
+    ("tf32x3", Row(128, 32, 4, 64, "", split_Q=True), 60, 20),
+    ("tf32x3", Row(128, 48, 8, 128, "", blocks=1), 35, 120),
     ("float64", Row(64, 32, 4, 256, "", keep_Q=True), 17, 48),
     ("float64", Row(128, 16, 8, 256, "", blocks=1), 112, 112),
 ], ids=str)
@@ -129,6 +131,15 @@ def test_tiles(kind, row, d, d_v):
     x = inputs(Case("tile", Nq=141, Nk=170, Hq=2, Hk=1, d=d, d_v=d_v, causal=True, dtype=dtype,
                     precision=precision, data="mean1"))
     check("tile", kind, x, row)
+
+
+@pytest.mark.parametrize("label", ["mqa-causal", "lens-causal-gqa", "late-maxima"])
+def test_splitting_q_beforehand_changes_no_bit(label):
+    x = inputs(small(next(feature for feature in TABLE if feature.label == label), "tf32x3"))
+    want, got = (fibers(row).forward(x.q, x.k, x.v, **x.options)
+                 for row in (SMALL, SMALL._replace(split_Q=True)))
+    for name, a, b in zip(("out", "lse"), got, want, strict=True):
+        assert_bit_equal(name, a, b)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 40), (3, 33, 40), (1, 32, 20)], ids=str)
@@ -247,6 +258,7 @@ def test_offsets_beyond_32_bits():
 KEEPING = SMALL._replace(keep_Q=True)
 # Kind, tiles, and dtype of the results.
 FAULTY = (("bfloat16", KEEPING, None), ("float16", PAIRS, None), ("tf32", SMALL, None),
+          ("tf32x3", SMALL._replace(split_Q=True), None),
           ("float16", SMALL, np.float32))
 
 

@@ -260,7 +260,11 @@ CF_DEVICE void forward_registers_tile(const ForwardParams& p,
   ptx::close_copies();
   ForwardWarp<Config> warp(t, p);
   ptx::wait_for_copies<0>();
-  round_tile<Config, Br, Config::d, Traits::pitch_Q>(t.Q);
+  if constexpr (Config::split_Q) {
+    ready_tile<Config, Br, Config::d, Traits::pitch_Q>(t.Q);
+  } else {
+    round_tile<Config, Br, Config::d, Traits::pitch_Q>(t.Q);
+  }
   if (Config::keep_Q || !any) __syncthreads();          // Q is there, and may go
   if (Config::keep_Q && any) warp.keep_Q();             // otherwise results take its place at once
   walk.walk(warp, begin);

@@ -9,6 +9,8 @@ namespace cf {
 // With `pairs` two warps share their rows: each has the scores of half the keys and the sums of
 // half the columns, and hands its P over through shared memory. An accumulator for wide heads then
 // leaves room for twice the rows, and each fragment of K and V feeds two products.
+// With `split_Q` the block splits Q for 3xTF32 once, as K and V always are; without it each warp
+// splits what it reads, tile after tile, for want of shared memory.
 template <typename Config>
 struct ForwardRegistersTraits {
   using T = typename Config::element;
@@ -22,8 +24,9 @@ struct ForwardRegistersTraits {
   static constexpr int bytes_P = parts == 1 ? 0 : Config::Br * pitch_P * int(sizeof(T));
   static constexpr int bytes_rows = parts == 1 ? 0 : parts * Config::Br * int(sizeof(float));
   static constexpr int rests = rest_rows<Config>(Config::Bc), rows_K = Config::Bc + rests;
+  static constexpr int rests_Q = Config::split_Q ? rest_rows<Config>(Config::Br) : 0;
   static constexpr int smem_bytes =
-      (Config::Br * pitch_Q + rows_K * (pitch + pitch_v)) * int(sizeof(T)) + bytes_P
+      ((Config::Br + rests_Q) * pitch_Q + rows_K * (pitch + pitch_v)) * int(sizeof(T)) + bytes_P
       + 2 * bytes_rows;
   // Whether tiles that all rows see have a loop of their own. In the wide types the products take
   // so long that the branches around them matter less than the time to compile them twice.
@@ -40,7 +43,7 @@ template <typename Config>
 struct ForwardRegistersTiles {
   using T = typename Config::element;
   using Traits = ForwardRegistersTraits<Config>;
-  T* Q;                // [Br, d], and out [Br, d_v]
+  T* Q;                // [Br, d], and out [Br, d_v]; if it is split, followed by its rests
   T* K;                // [Bc, d], in 3xTF32 followed by its rests
   T* V;                // [Bc, d_v], likewise
   T* P;                // [Br, Bc]; in two parts only, like what follows
@@ -48,7 +51,7 @@ struct ForwardRegistersTiles {
 
   CF_DEVICE explicit ForwardRegistersTiles(unsigned char* memory) {
     Carver carver{memory};
-    Q = carver.take<T>(Config::Br * Traits::pitch_Q * int(sizeof(T)));
+    Q = carver.take<T>((Config::Br + Traits::rests_Q) * Traits::pitch_Q * int(sizeof(T)));
     K = carver.take<T>(Traits::rows_K * Traits::pitch * int(sizeof(T)));
     V = carver.take<T>(Traits::rows_K * Traits::pitch_v * int(sizeof(T)));
     P = carver.take<T>(Traits::bytes_P);
@@ -73,7 +76,7 @@ struct ForwardWarp {
 
   using Tiles = ForwardRegistersTiles<Config>;
 
-  ReaderA<Config, Layout::row, Traits::pitch_Q> Q;
+  ReaderA<Config, Layout::row, Traits::pitch_Q, Order::paired, Traits::rests_Q> Q;
   ReaderB<Config, Layout::col, Traits::pitch, Order::paired, Traits::rests> K;
   ReaderB<Config, Layout::row, Traits::pitch_v, Order::paired, Traits::rests> V;
   typename F::A kept[fragments][Config::keep_Q ? depths : 1];
@@ -90,7 +93,7 @@ struct ForwardWarp {
   CF_DEVICE void keep_Q() {
 #pragma unroll
     for (int i = 0; i < fragments * depths; ++i) {
-      kept[i / depths][i % depths] = Q.load(i / depths * 16, i % depths * F::depth);
+      kept[i / depths][i % depths] = Q.load_part(i / depths * 16, i % depths * F::depth);
     }
   }
 
@@ -108,7 +111,11 @@ struct ForwardWarp {
         decltype(operand<Config>(kept[0][0])) a[fragments];
 #pragma unroll
         for (int i = 0; i < fragments; ++i) {
-          a[i] = operand<Config>(Config::keep_Q ? kept[i][k] : Q.load(i * 16, k * F::depth));
+          if constexpr (Config::keep_Q) {
+            a[i] = operand<Config>(kept[i][k]);
+          } else {
+            a[i] = operand<Config>(Q.load(i * 16, k * F::depth));
+          }
         }
 #pragma unroll
         for (int j = 0; j < keys; ++j) {

@@ -105,7 +105,8 @@ CF_DEVICE const Parts<Fragment>& operand(const Parts<Fragment>& x) {
 }
 
 // A tile in shared memory as fragments of A. Layout::row: the tile is [m, k]; Layout::col: [k, m].
-template <typename Config, Layout layout, int pitch, Order order = Order::paired>
+// rests: rows from the tile to a second one, which has the rests of its elements; 0: there is none.
+template <typename Config, Layout layout, int pitch, Order order = Order::paired, int rests = 0>
 struct ReaderA {
   using F = Fragments<Config>;
   using T = typename F::T;
@@ -121,8 +122,16 @@ struct ReaderA {
       : tile(t + (row ? Start::across(lane) : Start::along(pairs, lane))),
         place(ptx::Shared(t) + Start::matrices(row, lane) * int(sizeof(T))) {}
 
-  // The fragment whose corner is element (i, k) of A.
-  CF_DEVICE typename F::A load(int i, int k) const {
+  // The fragment whose corner is element (i, k) of A, in two parts if they are there.
+  CF_DEVICE auto load(int i, int k) const {
+    if constexpr (rests > 0) {
+      return Parts<typename F::A>{load_part(i, k),
+                                  row ? load_part(i + rests, k) : load_part(i, k + rests)};
+    } else {
+      return load_part(i, k);
+    }
+  }
+  CF_DEVICE typename F::A load_part(int i, int k) const {
     typename F::A a;
     const int corner = row ? i * pitch + k : k * pitch + i;
     if constexpr (matrices && row) {
@@ -140,8 +149,7 @@ struct ReaderA {
   }
 };
 
-// The same as fragments of B. Layout::row: the tile is [k, n]; Layout::col: [n, k]. rests: rows
-// from the tile to a second one, which has the rests of its elements; 0: there is none.
+// The same as fragments of B. Layout::row: the tile is [k, n]; Layout::col: [n, k].
 template <typename Config, Layout layout, int pitch, Order order = Order::paired, int rests = 0>
 struct ReaderB {
   using F = Fragments<Config>;

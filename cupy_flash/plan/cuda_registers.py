@@ -19,8 +19,8 @@ class Row(NamedTuple):
     """A row of the table.
 
     `width` is the widest head dim that it serves. `blocks` of it are to run on a multiprocessor;
-    `keep_Q` has Q in registers. With `pairs` two warps share their rows, each with half the columns
-    of the output.
+    `keep_Q` has Q in registers, `split_Q` has its two parts for 3xTF32 in shared memory. With
+    `pairs` two warps share their rows, each with half the columns of the output.
     """
 
     Br: int
@@ -31,6 +31,7 @@ class Row(NamedTuple):
     blocks: int = 2
     keep_Q: bool = False
     pairs: bool = False
+    split_Q: bool = False
 
 
 # The first row that fits is taken.
@@ -51,15 +52,18 @@ ROWS = {
         Row(64, 16, 4, 256, "a wide d_v in 99 KiB: a fragment of keys"),
     ),
     "tf32x3": (
+        Row(128, 32, 4, 64, "32 rows a warp, few keys; a block splits its operands once",
+            split_Q=True),
         Row(128, 32, 4, 64, "32 rows a warp, few keys: operands come in two parts"),
+        # N = 16384 on an H200: 55 TFLOP/s, with 64 keys 54, with 64 x 32 and four warps 49.
+        Row(128, 48, 8, 128, "eight warps share K and V, which come in two parts", blocks=1),
         Row(64, 32, 4, 128, "16 rows a warp, few keys: operands come in two parts"),
         Row(64, 16, 4, 256, "a wide d_v: 16 rows a warp and a fragment of keys"),
         Row(32, 16, 2, 256, "a wide d_v in 99 KiB: two warps and a fragment of keys"),
     ),
     "float64": (
-        Row(64, 16, 4, 64, "16 rows a warp, Q in registers", keep_Q=True),
-        Row(128, 32, 8, 128, "eight warps share K and V; acc takes half the registers", blocks=1),
-        Row(64, 16, 4, 128, "four warps and few keys, in 163 KiB"),
+        Row(64, 32, 4, 64, "16 rows a warp; Q in registers would leave room for fewer keys"),
+        Row(64, 16, 4, 128, "16 rows a warp, few keys beside the wide accumulator"),
     ),
 }
 
@@ -73,7 +77,9 @@ def choose(problem, device):
     for row in ROWS[kind_of(problem)]:
         config = config_of(problem, row)
         need = smem_bytes(config)
-        if (max(config.d, config.d_v) <= row.width and need <= device.smem
+        # Splitting Q pays only where it leaves room for as many blocks.
+        room = device.smem // (row.blocks if row.split_Q else 1)
+        if (max(config.d, config.d_v) <= row.width and need <= room
                 and config.d_v % (FRAGMENT * (2 if row.pairs else 1)) == 0):
             return (config, need, row.reason), None
     return None, f"no tile in registers for head dims {problem.d} and {problem.d_v}"
@@ -101,7 +107,7 @@ def config_of(problem, row):
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
     constants = (("blocks", row.blocks), ("keep_Q", int(row.keep_Q)),
-                 ("pairs", int(row.pairs)))
+                 ("pairs", int(row.pairs)), ("split_Q", int(row.split_Q)))
     return CudaConfig(p.dtype, p.precision, d, d_v, row.Br, row.Bc, row.warps, False, lazy(p),
                       constants)
 
@@ -112,7 +118,8 @@ def smem_bytes(config):
     d, d_v, Br, Bc = config.d, config.d_v, config.Br, config.Bc
     pad = 8 if itemsize == 2 else 4
     keys = 2 * Bc if config.precision == "tf32x3" else Bc      # in two parts
-    tiles = (Br * (max(d, d_v) + pad) + keys * (d + pad + d_v + 16 // itemsize)) * itemsize
+    rows = 2 * Br if dict(config.constants)["split_Q"] else Br
+    tiles = (rows * (max(d, d_v) + pad) + keys * (d + pad + d_v + 16 // itemsize)) * itemsize
     shared_rows = 0
     if dict(config.constants)["pairs"]:                 # P, and what two warps say of their rows
         shared_rows = Br * (Bc + pad) * itemsize + 2 * 2 * Br * 4
