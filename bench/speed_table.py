@@ -18,7 +18,9 @@ results were compared with float64 at these shapes before. Half the spread of th
 products in the forward pass and five in the backward pass, of what the mask leaves. cuDNN,
 FlashAttention-2, memory-efficient and math are the backends of torch's
 `scaled_dot_product_attention`; FlashAttention-3 is the package flash_attn3_jax, timed by the host's
-clock; "-" means that it is not installed or cannot do this.
+clock, FlashAttention-4 is flash_attn.cute; "-" means that it is not installed or cannot do this.
+The family "portable" has ours with only the kernels that every GPU runs; in "decode" one query
+reads many keys.
 
 Written by `python bench/run.py --table`.
 """
