@@ -66,22 +66,25 @@ def test_bias_and_mask_compile_too(d, d_v):
     assert launch.config.Br == 128 and nvrtc.resources(log)["spill_stores"] <= 2 * SPILLED[128]
 
 
-@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
-def test_results_one_by_one_compile_too(out_dtype):
+@pytest.mark.parametrize("out_dtype, less", [("bfloat16", 1), ("float32", 1), ("bfloat16", 2)])
+def test_results_by_pairs_or_one_by_one_compile_too(out_dtype, less):
     for d, d_v in WIDTHS:
-        launch, _, log = compile_row(d, d_v - 1, out_dtype=out_dtype)
-        assert "_narrow1" in launch_name(launch) and "C75" not in log
+        launch, _, log = compile_row(d, d_v - less, out_dtype=out_dtype)
+        assert f"_narrow{3 - less}" in launch_name(launch) and "C75" not in log
         assert nvrtc.resources(log)["spill_stores"] <= SPILLED[launch.config.Br]
 
 
 @pytest.mark.parametrize("d_v, out_dtype, row, narrow", [
-    (60, "bfloat16", 120, 0), (64, "bfloat16", 136, 0), (62, "bfloat16", 124, 1),
-    (62, "float32", 248, 0), (61, "float32", 256, 1), (64, "bfloat16", 130, 1)])
-def test_results_are_stored_by_8_bytes_where_rows_allow_it(d_v, out_dtype, row, narrow):
+    (64, "bfloat16", 128, 0), (60, "bfloat16", 128, 0), (64, "bfloat16", 144, 0),
+    (60, "bfloat16", 120, 1), (64, "bfloat16", 136, 1), (62, "bfloat16", 124, 1),
+    (64, "bfloat16", -128, 1), (61, "bfloat16", 126, 2), (64, "bfloat16", 130, 2),
+    (62, "float32", 248, 0), (61, "float32", 256, 2)])
+def test_results_are_stored_as_wide_as_rows_allow(d_v, out_dtype, row, narrow):
     out = ("out", (8, 4, 256, d_v), (1024 * row, 256 * row, row, 2), out_dtype, True)
     p = problem(d=64, d_v=d_v, out_dtype=out_dtype, layouts=(out,))
     (config, *_), _ = cuda_hopper.choose(p, HOPPER)
     assert dict(config.constants)["narrow"] == narrow
+    assert cuda_hopper.tiled(config) == (narrow == 0 and out_dtype == "bfloat16")
 
 
 def launch_name(launch):

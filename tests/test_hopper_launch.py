@@ -51,24 +51,26 @@ def test_maps_say_where_arrays_lie(launches):
     out = cf.attention(q, k, v, causal=True)
     (name, grid, block, struct, shared), = launches
     assert name.startswith("hopper_forward") and grid == (132,) and block == (512,)
-    assert shared == 181248 and struct["tasks"] == 32 * 21
+    assert shared == 205824 and struct["tasks"] == 32 * 21
     assert struct["out"]["address"] == out.data.ptr
     assert (struct["pack"], struct["section"]) == (1, 32)
     assert struct["unit"] == np.float32(np.log2(np.e) / 8) and struct["lazy_2"] == 8
-    q_map, k_map = (np.frombuffer(words(struct, f"{x}_map"), np.uint64) for x in "qk")
+    q_map, k_map, out_map = (np.frombuffer(words(struct, f"{x}_map"), np.uint64)
+                             for x in ("q", "k", "out"))
     assert q_map[:12].tolist() == [q.data.ptr, 64, 8, 4000, 4, 128, 8 * 128, 32000 * 128,
                                    64, 1, 64, 1]
     assert k_map[:12].tolist() == [k.data.ptr, 64, 4000, 8, 4, 8 * 128, 128, 32000 * 128,
                                    64, 128, 1, 1]
+    assert out_map[:12].tolist() == [out.data.ptr, *q_map[1:10], 16, 1]
 
 
 def test_maps_are_made_once_for_the_same_addresses(launches):
     first, second = arrays(), arrays()
-    for q, k, v in (first, first, second, first, second):
-        cf.attention(q, k, v)
-    assert launches.made == [x.data.ptr for x in (*first, *second)]
+    out = [cf.attention(*given) for given in (first, first, second, first, second)]
+    assert launches.made == [x.data.ptr for x in (*first, *out[:2], *second, *out[2:])]
     maps = [words(record[3], "v_map") for record in launches]
     assert maps[0] == maps[1] == maps[3] != maps[2] == maps[4]
+    assert len({words(record[3], "out_map") for record in launches}) == 5
 
 
 def test_threads_make_maps_at_once(monkeypatch):
@@ -103,9 +105,10 @@ def test_rows_need_not_be_whole_16_bytes(launches):
     q, k, v = (x[..., :60] for x in arrays(d=64))
     out = cf.attention(q, k, v)
     name, *_, struct, _ = launches[0]
-    assert name.startswith("hopper_forward") and out.strides[1] == 120 and "narrow" not in name
+    assert name.startswith("hopper_forward") and out.strides[1] == 120 and name.endswith("narrow1")
     q_map, v_map = (np.frombuffer(words(struct, f"{x}_map"), np.uint64) for x in "qv")
     assert q_map[1] == v_map[1] == 60 and q_map[5] == 128
+    assert not any(words(struct, "out_map"))
 
 
 def test_the_group_of_a_key_head_shares_tiles(launches):
@@ -113,4 +116,6 @@ def test_the_group_of_a_key_head_shares_tiles(launches):
     cf.attention(q, k, v)
     struct = launches[0][3]
     assert struct["pack"] == 8 and struct["tasks"] == 8 * 2 * 5
-    assert np.frombuffer(words(struct, "q_map"), np.uint64)[8:12].tolist() == [64, 8, 8, 1]
+    for name, rows in (("q_map", 8), ("out_map", 2)):
+        box = np.frombuffer(words(struct, name), np.uint64)[8:12]
+        assert box.tolist() == [64, 8, rows, 1]

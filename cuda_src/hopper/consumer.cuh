@@ -9,7 +9,6 @@
 
 #include "holes.cuh"
 #include "store.cuh"
-#include "tiles.cuh"
 
 namespace cf {
 
@@ -133,25 +132,34 @@ struct Consumer {
     hide_keys(S, visible, column0);
   }
 
-  // Zeroes the rows of the key tile's V that no row of the work sees, if there are such rows in
-  // the array: whatever they hold must not matter, and 0 * NaN is NaN. Each consumer does all of
-  // it, so that none has to wait for the others: zeros meet zeros there, which a checker of races
-  // may report.
+  // Zeroes those of the keys first ... last - 1 of the key tile's V that are hidden from all rows of
+  // the work: whatever they hold must not matter, and 0 * NaN is NaN. Each consumer does all of it,
+  // so that none has to wait for the others: zeros meet zeros there, which a checker of races may
+  // report.
   template <typename Hidden>
-  CF_DEVICE void zero_values(const Hidden& hidden) const {
+  CF_DEVICE void zero_values(int first, int last, const Hidden& hidden) const {
     tiles.v().wait(place.before(), "v_full");
     constexpr int chunks = PANEL_ROW_BYTES / 16;
-    for (int i = int(threadIdx.x) % 128; i < Traits::v_bytes / 16; i += 128) {
-      const int key = i / chunks % Config::Bc;
-      if (hidden(key)) ptx::store_zeros(tiles.V(place.before().stage()) + 16 * i);
+    const int t = int(threadIdx.x) % 128;
+    const SmemAddress V = tiles.V(place.before().stage()) + t % chunks * 16;
+#pragma unroll 1
+    for (int key = first + t / chunks; key < last; key += 128 / chunks) {
+      if (!hidden(key)) continue;
+#pragma unroll
+      for (int panel = 0; panel < ceil_div(Config::d_v, PANEL); ++panel) {
+        ptx::store_zeros(V + (panel * Config::Bc + key) * PANEL_ROW_BYTES);
+      }
     }
     ptx::fence_async_reads();
     ptx::named_barrier_wait(4 + group, 128);
   }
+  // Keys that ranges hide, if the array has them. They lie on one side of the tile, but for a work
+  // of few keys.
   CF_DEVICE void forget_values(const Work& w, int key0) const {
     const int begin = w.first - key0, end = w.end - key0;
     if (begin <= 0 && (end >= Config::Bc || w.end >= int(p.Nk))) return;
-    zero_values([=](int key) { return key < begin || key >= end; });
+    zero_values(begin > 0 ? 0 : end, end < Config::Bc ? Config::Bc : begin,
+                [=](int key) { return key < begin || key >= end; });
   }
   // The same where arrays hide keys, of which the consumers have to tell each other. seen: of the
   // warp's rows.
@@ -164,7 +172,7 @@ struct Consumer {
     if (lane < 4) tiles.seen[4 * (int(threadIdx.x) / 32 - 4) + lane] = seen;
     ptx::named_barrier_wait(7, threads);
     const SeenColumns<4 * Traits::groups> any(tiles.seen);
-    zero_values([&](int key) { return !any.has(key); });
+    zero_values(0, Config::Bc, [&](int key) { return !any.has(key); });
   }
 
   // Ends a work: its sums, while its last values are still being added up, and then its rows.
@@ -172,13 +180,11 @@ struct Consumer {
     close_rows(p, work_at(work_place), row(), state, Config::features ? 1.f : p.qk_scale, factor);
   }
   CF_DEVICE void store(const float (&factor)[2]) {
-    if constexpr (Config::narrow) {
-      using O = typename ResultOf<T, Config::wide>::type;
-      store_narrow_rows<O>(p, work_at(work_place), row(), acc, factor);
-    } else if constexpr (Config::wide) {
-      store_wide_rows(p, work_at(work_place), row(), acc, factor);
+    if constexpr (Traits::tiled) {
+      store_panels(p, tiles, work_at(work_place), group, acc, factor);
     } else {
-      store_rows<T>(p, work_at(work_place), row(), acc, factor);
+      using O = typename ResultOf<T, Config::wide>::type;
+      store_rows<O, Config::narrow < 2>(p, work_at(work_place), row(), acc, factor);
     }
     __syncwarp();                                       // all lanes have read the work
     tiles.work().release(work_place);
@@ -318,6 +324,7 @@ struct Consumer {
     float factor[2];
     close(factor);
     store(factor);
+    if constexpr (Traits::tiled) ptx::stores_read<0>();   // shared memory goes with the block
   }
 };
 

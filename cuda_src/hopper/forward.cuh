@@ -15,10 +15,10 @@ CF_DEVICE void store_empty_works(const HopperForwardParams& p) {
     Work w;
     turns.open(w);
     if (!w.empty()) continue;
-    if constexpr (Config::narrow) {
+    if constexpr (Config::narrow == 2) {
       store_nothing<uint16>(p, w);
     } else {
-      store_nothing<HalfChunk>(p, w);
+      store_nothing<uint32>(p, w);
     }
   }
 }

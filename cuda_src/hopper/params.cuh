@@ -17,9 +17,11 @@ struct HopperForwardParams : ForwardParams {
   TensorMap q_map;   // boxes [64 / pack, pack, 64] of [batch, Nq, heads_q, d]
   TensorMap k_map;   // boxes [Bc, 64] of [batch, heads_k, Nk, d]
   TensorMap v_map;   // boxes [Bc, 64] of [batch, heads_k, Nk, d_v]
+  TensorMap out_map; // boxes [16 / heads, heads, 64] of [batch, Nq, heads_q, d_v], heads being
+                     // min(pack, 16): the rows of a warp; not made where they go another way
 };
 
 static_assert(sizeof(TensorMap) == 128, "TensorMap must have 128 bytes");
-static_assert(sizeof(HopperForwardParams) == 1024, "the maps begin at byte 640");
+static_assert(sizeof(HopperForwardParams) == 1152, "the maps begin at byte 640");
 
 }  // namespace cf

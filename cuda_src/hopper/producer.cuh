@@ -55,14 +55,10 @@ struct Producer {
     load_panels<Config::d_v, Config::Bc>(tiles.V(stage), p.v_map, tiles.v().full(stage), key0,
                                          head_k, b);
   }
-  // All blocks begin works at about the same time, and their first tiles are far away.
-  CF_DEVICE void fetch_first_tiles(const Work& w) const {
-    const int query = w.query(0, p.pack), step = 64 / p.pack;
-    for (int group = 0; group < Traits::groups; ++group) {
-      load_panels<Config::d, 64>(0, p.q_map, 0, w.head, query + group * step, w.b, true);
-    }
+  // All blocks begin works at about the same time, and their first keys are far away. Q and V as
+  // well would be too much: the TMA unit has the running work's tiles to load.
+  CF_DEVICE void fetch_first_keys(const Work& w) const {
     load_panels<Config::d, Config::Bc>(0, p.k_map, 0, w.last_tile, w.head_k, w.b, true);
-    load_panels<Config::d_v, Config::Bc>(0, p.v_map, 0, w.last_tile, w.head_k, w.b, true);
   }
 
   // Finds the next work with keys, and hands it to the consumers.
@@ -76,7 +72,7 @@ struct Producer {
       w.b = -1;
     }
     ptx::barrier_arrive(tiles.work().full(at.stage()));
-    if (w.b >= 0 && at.count != 0) fetch_first_tiles(w);
+    if (w.b >= 0 && at.count != 0) fetch_first_keys(w);
   }
 
   // In the order in which tiles are needed and places become free: V after the next tile's K, also

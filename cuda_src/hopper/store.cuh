@@ -2,6 +2,7 @@
 #pragma once
 
 #include "softmax.cuh"
+#include "tiles.cuh"
 
 namespace cf {
 
@@ -49,55 +50,41 @@ CF_DEVICE void close_rows(const HopperForwardParams& p, const Work& w, int r, co
   }
 }
 
-// out = acc / l as float32: partial results, to be merged.
-template <int n>
-CF_DEVICE void store_wide_rows(const HopperForwardParams& p, const Work& w, int r,
-                               const float (&acc)[n], const float (&factor)[2]) {
-  const int column0 = 2 * (int(threadIdx.x) % 4);
-  uint64 rows[2];
-  row_addresses(p, p.out, w.out, w, r, rows);
+// out = acc / l by the TMA unit. The warp puts its 16 rows into shared memory, panel by panel, has
+// them copied and goes on; a place is filled again once its copy has been read. Rows and columns
+// outside of the array are left out by the copy.
+template <typename Config>
+CF_DEVICE void store_panels(const HopperForwardParams& p, const HopperForwardTiles<Config>& tiles,
+                            const Work& w, int group, const float (&acc)[Config::d_v / 2],
+                            const float (&factor)[2]) {
+  constexpr int places = HopperForwardTraits<Config>::out_places;
+  const int warp = 4 * group + int(threadIdx.x) % 128 / 32, lane = int(threadIdx.x) % 32;
+  const int head = w.head_of(16 * warp, p.pack), query = w.query(16 * warp, p.pack);
+  // Of the matrices that a lane's rows belong to, two lie below each other and two side by side.
+  const SmemAddress own_row = tiles.out(warp) + lane % 16 * PANEL_ROW_BYTES;
 #pragma unroll
-  for (int i = 0; i < n; i += 2) {
-    const int own = row_of(i), column = column0 + i / 4 * 8;
-    const float f = factor[own];
-    HalfChunk two = {};
-    if (f != 0.f) two = {ptx::float_to_bits(acc[i] * f), ptx::float_to_bits(acc[i + 1] * f)};
-    if (r + 8 * own < w.count && column < int(p.d_v)) at<HalfChunk>(rows[own] + 4 * column) = two;
-  }
-}
-
-// out = acc / l. The four lanes of a row hold two neighbouring columns of each eight. Of two times
-// eight columns, the even lanes take the first ones from their neighbours and give the second ones:
-// then each has four that lie side by side, and all together 32 bytes.
-template <typename T, int n>
-CF_DEVICE void store_rows(const HopperForwardParams& p, const Work& w, int r,
-                          const float (&acc)[n], const float (&factor)[2]) {
-  const int t = int(threadIdx.x) % 4;
-  const bool odd = t % 2 != 0;
-  const int column0 = odd ? 6 + 2 * t : 2 * t;
-  uint64 rows[2];
-  row_addresses(p, p.out, w.out, w, r, rows);
-  int columns[2];
+  for (int panel = 0; panel < ceil_div(Config::d_v, PANEL); ++panel) {
+    const int place = panel % places * panels_bytes(16, PANEL);
+    if (lane == 0) ptx::stores_read<places - 1>();
+    __syncwarp();                                       // the place is free
 #pragma unroll
-  for (int own = 0; own < 2; ++own) {
-    columns[own] = r + 8 * own < w.count ? int(p.d_v) - column0 : 0;
-    rows[own] += 2 * column0;
-  }
+    for (int block = 4 * panel; block < min(4 * panel + 4, Config::d_v / 16); ++block) {
+      uint32 word[4];
 #pragma unroll
-  for (int block = 0; block < n / 8; ++block) {
-#pragma unroll
-    for (int own = 0; own < 2; ++own) {
-      uint32 word[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int i = 8 * block + 4 * j + 2 * own;
-        const uint32 two = ptx::pack<T>(acc[i] * factor[own], acc[i + 1] * factor[own]);
+      for (int j = 0; j < 4; ++j) {
+        const int i = 8 * block + 2 * j;
+        const float f = factor[row_of(i)];
         // A select: the accumulators of a row without keys may hold NaN.
-        word[j] = factor[own] != 0.f ? two : 0;
+        word[j] = f != 0.f ? ptx::pack<typename Config::element>(acc[i] * f, acc[i + 1] * f) : 0;
       }
-      const uint32 taken = __shfl_xor_sync(0xFFFFFFFF, odd ? word[0] : word[1], 1);
-      const HalfChunk four = {odd ? taken : word[0], odd ? word[1] : taken};
-      if (16 * block < columns[own]) at<HalfChunk>(rows[own] + 32 * block) = four;
+      const int chunk = block % 4 * 2 + lane / 16;
+      ptx::store_matrices(own_row + place + (chunk ^ lane % 8) * 16, word);
+    }
+    ptx::fence_async_reads();
+    __syncwarp();                                       // all lanes have written and fenced
+    if (lane == 0) {
+      ptx::store_box(p.out_map, tiles.out(warp) + place, panel * PANEL, head, query, w.b);
+      ptx::stores_commit();
     }
   }
 }
@@ -112,20 +99,35 @@ struct ResultOf<T, 0> {
   using type = T;
 };
 
-// out = acc / l one element at a time, where rows are no whole 8 bytes or begin anywhere.
-template <typename O, int n>
-CF_DEVICE void store_narrow_rows(const HopperForwardParams& p, const Work& w, int r,
-                                 const float (&acc)[n], const float (&factor)[2]) {
+template <typename O>
+struct alignas(2 * sizeof(O)) Pair {
+  O x[2];
+};
+
+// out = acc / l from registers: by pairs, where they lie on borders of their size, or one by one.
+template <typename O, bool pairs, int n>
+CF_DEVICE void store_rows(const HopperForwardParams& p, const Work& w, int r,
+                          const float (&acc)[n], const float (&factor)[2]) {
   const int column0 = 2 * (int(threadIdx.x) % 4);
   uint64 rows[2];
   row_addresses(p, p.out, w.out, w, r, rows);
+  int columns[2];                                       // from the thread's first one on
 #pragma unroll
-  for (int i = 0; i < n; ++i) {
-    const int own = row_of(i), column = column0 + i / 4 * 8 + i % 2;
-    const float x = factor[own] != 0.f ? acc[i] * factor[own] : 0.f;
-    if (r + 8 * own < w.count && column < int(p.d_v)) {
-      at<O>(rows[own] + int(sizeof(O)) * column) = narrow<O>(x);
+  for (int own = 0; own < 2; ++own) {
+    rows[own] += int(sizeof(O)) * column0;
+    columns[own] = r + 8 * own < w.count ? int(p.d_v) - column0 : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < n; i += 2) {
+    const int own = row_of(i), column = i / 4 * 8;
+    const uint64 to = rows[own] + int(sizeof(O)) * column;
+    Pair<O> two;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      two.x[j] = narrow<O>(factor[own] != 0.f ? acc[i + j] * factor[own] : 0.f);
+      if (!pairs && column + j < columns[own]) at<O>(to + int(sizeof(O)) * j) = two.x[j];
     }
+    if (pairs && column < columns[own]) at<Pair<O>>(to) = two;
   }
 }
 

@@ -133,6 +133,32 @@ CF_DEVICE void fetch_box(const TensorMap& map, int c0, int c1, int c2, int c3) {
                : "memory");
 }
 
+// Copies a box from shared memory to the array; what lies outside of it is left out. The copy reads
+// shared memory until `stores_read` says that it has: groups of copies belong to the thread that
+// starts them. What threads wrote there must be fenced, by `fence_async_reads`.
+CF_DEVICE void store_box(const TensorMap& map, SmemAddress from, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+      :
+      : "l"(&map), "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+CF_DEVICE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until all but the latest `pending` groups have been read.
+template <int pending>
+CF_DEVICE void stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(pending) : "memory");
+}
+
+// A warp stores four matrices of 8 x 8 elements of 16 bits: x[m] of lane t is row t / 4, columns
+// 2 (t % 4) and one more, of matrix m; `to` of the lanes 8 m ... 8 m + 7: where its rows go.
+CF_DEVICE void store_matrices(SmemAddress to, const uint32 (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 CF_DEVICE void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
 }

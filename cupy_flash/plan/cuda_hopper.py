@@ -12,11 +12,12 @@ from .cuda_tiles import FRAGMENT, lazy
 from .types import CudaConfig
 
 PANEL = 64                  # columns of a tile that lie together, 128 bytes
+CONSUMER, WARP = 64, 16     # rows of a warpgroup and of a warp
 MOST_ROWS = 2**30           # packed rows, keys, tasks: they are counted in 32 bits
 FEWEST_ROWS = 64            # below, a tile of 128 rows is mostly empty
 MANY_KEYS = 1024            # they are better split if there are few tiles of rows
 SMEM = 227 << 10
-STORE = 8                   # bytes that a thread stores at once
+BORDER = 16                 # bytes that the TMA unit counts in
 CACHED = 32 << 20           # bytes of K and V that may stay in the L2 cache beside all else
 # Scores stay q.k until the exponential, where one factor brings scale and base in, unless that is
 # not positive, or near the ends of float32.
@@ -46,8 +47,9 @@ ROWS = (
         "leave no registers for bias and mask", 0.82),
     Row(128, 128, 128, 128, "two consumers, as many keys as rows"),
     Row(128, 128, 192, 128, "two consumers, as many keys as rows"),
-    Row(128, 112, 192, 192, "two consumers, and the keys that fit in shared memory"),
-    Row(128, 80, 256, 256, "two consumers, and the keys that fit in shared memory"),
+    Row(128, 96, 192, 192, "two consumers, and the keys that fit in shared memory"),
+    # 80 keys fit without results beside them: 0.89 of the speed at 1,024 keys, 0.99 at 16,384.
+    Row(128, 64, 256, 256, "two consumers, and the keys that fit in shared memory"),
 )
 
 
@@ -103,12 +105,22 @@ def loadable(shape, strides):
 
 
 def narrow(problem):
-    """Whether results are stored one by one: their rows are no whole 8 bytes, or begin anywhere."""
-    steps = [problem.d_v * (4 if problem.out_dtype == "float32" else 2)]
+    """How results are stored: 0 as wide as it goes, 1 by pairs, 2 one by one.
+
+    Those of 16 bits leave by the TMA unit if it can walk their array. Pairs must lie on borders of
+    their size.
+    """
+    size = 4 if problem.out_dtype == "float32" else 2
+    row = problem.d_v * size
+    steps = [row]
     for name, shape, strides, *_ in problem.layouts:
         if name == "out":
-            steps += (s for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1)
-    return any(step % STORE for step in steps)
+            steps = [s for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1]
+    if size == 2 and all(step > 0 and step % BORDER == 0 for step in steps):
+        return 0
+    if any(step % (2 * size) for step in (row, *steps)):
+        return 2
+    return 0 if size == 4 else 1
 
 
 def pack_of(problem, Br):
@@ -170,7 +182,7 @@ def config_of(problem, row):
                 or not SCALES[0] <= p.scale <= SCALES[1])
     return CudaConfig(p.dtype, None, d, d_v, row.Br, row.Bc, 4 * (row.Br // 64 + 1), features,
                       lazy(p), (("blocks", 1), ("wide", int(p.out_dtype != p.dtype)),
-                               ("narrow", int(narrow(p))), ("holes", int(holes))))
+                               ("narrow", narrow(p)), ("holes", int(holes))))
 
 
 def smem_bytes(config):
@@ -179,5 +191,14 @@ def smem_bytes(config):
         return rows * ceil(columns / PANEL) * 2 * PANEL
 
     Q, KV = tile(config.Br, config.d), tile(config.Bc, config.d) + tile(config.Bc, config.d_v)
+    out = tile(config.Br, PANEL) if tiled(config) else 0
     choices = (1024 + stages * KV + tiles_Q * Q for stages, tiles_Q in ((4, 2), (2, 2), (2, 1)))
-    return next((bytes for bytes in choices if bytes <= SMEM), SMEM + 1)
+    loaded = next((bytes for bytes in choices if bytes + out <= SMEM), SMEM)
+    places = min(ceil(config.d_v / PANEL), (SMEM - loaded) // out) if out else 0
+    return loaded + places * out if places or not out else SMEM + 1
+
+
+def tiled(config):
+    """Whether results leave through shared memory, by the TMA unit."""
+    constants = dict(config.constants)
+    return not constants["wide"] and constants["narrow"] == 0

@@ -94,6 +94,7 @@ struct Fiber {
   bool started = false;
   std::vector<std::vector<Copy>> copies;   // in groups; the last one is still open
   std::vector<std::vector<std::function<void()>>> products;   // likewise
+  std::vector<std::vector<std::function<void()>>> stores;     // likewise: copies to global memory
   unsigned votes = 0;                      // how many it has taken part in
 };
 
@@ -306,6 +307,7 @@ inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads,
       fiber.votes = 0;
       fiber.copies.assign(1, {});
       fiber.products.assign(1, {});
+      fiber.stores.assign(1, {});
     }
     finished = run_block(b);
   }

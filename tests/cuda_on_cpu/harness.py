@@ -106,14 +106,22 @@ class HostMap:
 
 
 def put_maps(packed, plan, operands):
-    """The maps of q, k, v into a struct."""
+    """The maps of q, k, v, out into a struct."""
     kept, tensor_maps.MapMaker = tensor_maps.MapMaker, HostMap
     try:
         makers = tensor_maps.TensorMaps(plan, operands).makers
     finally:
         tensor_maps.MapMaker = kept
-    for name, make, x in zip(("q_map", "k_map", "v_map"), makers, operands[:3], strict=True):
-        packed[name] = np.frombuffer(make(params.address(x)), "V128")
+    for name, make in zip(("q", "k", "v", "out"), makers, strict=True):
+        address = params.address(getattr(operands, name))
+        packed[f"{name}_map"] = np.frombuffer(make(address), "V128")
+
+
+def line_of(file, text):
+    """The place, "file.cuh:line", of the only line of a file of the sources that has a text."""
+    lines = Path(source.folder(), file).read_text().splitlines()
+    (number,) = (number for number, line in enumerate(lines, 1) if text in line)
+    return f"{Path(file).name}:{number}"
 
 
 class KernelError(RuntimeError):

@@ -55,7 +55,28 @@ inline void barrier_wait(SmemAddress barrier, uint32 parity, const char* name) {
   }
 }
 
-// A tensor map here: address, four extents, three strides in bytes, the box, in this order.
+// A tensor map here: address, four extents, three strides in bytes, the box, in this order. Row r
+// of the box that begins at the coordinates:
+struct Box {
+  const uint64* x;
+  int64 at[4];
+
+  Box(const uint64 (&map)[16], int c0, int c1, int c2, int c3, int64 r)
+      : x(map), at{c0, c1 + r % int64(x[9]), c2 + r / int64(x[9]) % int64(x[10]),
+                   c3 + r / int64(x[9] * x[10])} {}
+  // Whether column c of it lies in the array, and where.
+  bool has(int64 c) const {
+    bool inside = at[0] + c >= 0 && at[0] + c < int64(x[1]);
+    for (int i = 1; i < 4; ++i) inside = inside && at[i] >= 0 && at[i] < int64(x[1 + i]);
+    return inside;
+  }
+  uint64 address(int64 c) const {
+    return x[0] + 2 * (at[0] + c) + at[1] * x[5] + at[2] * x[6] + at[3] * x[7];
+  }
+};
+// Where element c of row r lies in its 128 bytes.
+inline int64 place_in_row(int64 r, int64 c) { return ((c / 8) ^ (r % 8)) * 16 + c % 8 * 2; }
+
 CF_INSTRUCTION void load_box(SmemAddress to, const TensorMap& map, SmemAddress full, int c0, int c1,
                              int c2, int c3) {
   uint64 x[16];
@@ -69,22 +90,66 @@ CF_INSTRUCTION void load_box(SmemAddress to, const TensorMap& map, SmemAddress f
                         phase_barrier(full).phases + 1);
     const races::Unseen unseen;
     for (int64 r = 0; r < rows; ++r) {
-      const int64 at[4] = {c0, c1 + r % int64(x[9]), c2 + r / int64(x[9]) % int64(x[10]),
-                           c3 + r / int64(x[9] * x[10])};
+      const Box box(x, c0, c1, c2, c3, r);
       for (int64 c = 0; c < 64; ++c) {
         uint16 element = 0;
-        bool inside = at[0] + c >= 0 && at[0] + c < int64(x[1]);
-        for (int i = 1; i < 4; ++i) inside = inside && at[i] >= 0 && at[i] < int64(x[1 + i]);
-        if (inside) {
-          const uint64 from = x[0] + 2 * (at[0] + c) + at[1] * x[5] + at[2] * x[6] + at[3] * x[7];
-          memcpy(&element, (const void*)from, 2);
-        }
-        memcpy(smem(to) + r * 128 + ((c / 8) ^ (r % 8)) * 16 + c % 8 * 2, &element, 2);
+        if (box.has(c)) memcpy(&element, (const void*)box.address(c), 2);
+        memcpy(smem(to) + r * 128 + place_in_row(r, c), &element, 2);
       }
     }
     phase_barrier(full).bytes -= rows * 128;
     complete_phase(phase_barrier(full));
   });
+}
+
+// It reads shared memory when it starts or when that is waited for. If nobody waits, it never does.
+CF_INSTRUCTION void store_box(const TensorMap& map, SmemAddress from, int c0, int c1, int c2,
+                              int c3) {
+  uint64 x[16];
+  memcpy(x, &map, sizeof x);
+  const int64 rows = int64(x[9] * x[10] * x[11]);
+  uintptr_t code = 0;
+  races::note_place(code);
+  races::read_async(smem(from), rows * 128, code);
+  std::vector<unsigned char> early;
+  if (fibers::draw(2)) early.assign(smem(from), smem(from) + rows * 128);
+  auto store = [=] {
+    races::read_async(smem(from), rows * 128, code);
+    const races::Unseen unseen;
+    for (int64 r = 0; r < rows; ++r) {
+      const Box box(x, c0, c1, c2, c3, r);
+      const unsigned char* row = (early.empty() ? smem(from) : early.data()) + r * 128;
+      for (int64 c = 0; c < 64; ++c) {
+        if (box.has(c)) memcpy((void*)box.address(c), row + place_in_row(r, c), 2);
+      }
+    }
+  };
+  fibers::block->fibers[fibers::current].stores.back().push_back(store);
+}
+inline void stores_commit() { fibers::block->fibers[fibers::current].stores.emplace_back(); }
+template <int pending>
+void stores_read(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  if (fibers::left_out(file, line)) return;
+  auto& stores = fibers::block->fibers[fibers::current].stores;
+  while (stores.size() > pending + 1) {
+    for (auto& store : stores.front()) store();
+    stores.erase(stores.begin());
+  }
+}
+
+CF_INSTRUCTION void store_matrices(SmemAddress to, const uint32 (&x)[4]) {
+  struct Lane {
+    SmemAddress to;
+    uint32 x[4];
+  } mine = {to, {x[0], x[1], x[2], x[3]}};
+  unsigned char(*slots)[fibers::SLOT] = fibers::exchange(mine);
+  for (int m = 0; m < 4; ++m) {
+    const unsigned from = 8 * m + fibers::lane() / 4;
+    unsigned char* word = smem(fibers::shown<Lane>(slots, from).to) + fibers::lane() % 4 * 4;
+    races::write(word, 4);
+    const races::Unseen unseen;
+    memcpy(word, &x[m], 4);
+  }
 }
 
 inline void fetch_box(const TensorMap&, int, int, int, int) {}

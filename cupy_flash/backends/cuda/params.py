@@ -46,14 +46,15 @@ BackwardParams = np.dtype([
 # The maps lie on borders of 64 bytes.
 _EXTRAS = {"pack": ("i4", 0), "section": ("i4", 4), "unit": ("f4", 8), "lazy_2": ("f4", 12),
            "qk_scale": ("f4", 16), "cap": ("f4", 20), "per_cap": ("f4", 24), "most": ("f4", 28),
-           "q_map": ("V128", 72), "k_map": ("V128", 200), "v_map": ("V128", 328)}
+           "q_map": ("V128", 72), "k_map": ("V128", 200), "v_map": ("V128", 328),
+           "out_map": ("V128", 456)}
 HopperForwardParams = np.dtype({
     "names": [*ForwardParams.names, *_EXTRAS],
     "formats": [*(field for field, _ in ForwardParams.fields.values()),
                 *(kind for kind, _ in _EXTRAS.values())],
     "offsets": [*(start for _, start in ForwardParams.fields.values()),
                 *(ForwardParams.itemsize + start for _, start in _EXTRAS.values())],
-    "itemsize": 1024,
+    "itemsize": 1152,
 })
 PARAMS = {"forward": ForwardParams, "backward": BackwardParams}
 

@@ -8,7 +8,7 @@ import ctypes
 from array import array
 from functools import cache
 
-from ...plan.cuda_hopper import PANEL, pack_of
+from ...plan.cuda_hopper import CONSUMER, PANEL, WARP, pack_of, tiled
 
 _BYTES = 128
 _ALIGNMENT = 64
@@ -18,28 +18,49 @@ _SWIZZLE_128B, _PROMOTION_256B = 3, 3
 
 
 class TensorMaps:
-    """The maps of q, k, v of a plan's calls, which all have the layouts of the first."""
+    """The maps of q, k, v, out of a plan's calls, which all have the layouts of the first.
+
+    Results that do not leave by the TMA unit have zeros for a map.
+    """
 
     def __init__(self, plan, operands):
         config, dtype = plan.launches[0].config, plan.problem.dtype
         pack = pack_of(plan.problem, config.Br)
-        q, k, v = operands[:3]
         # Rows of the heads in a pack lie side by side in a tile.
-        self.makers = (_maker(dtype, q, (3, 1, 2, 0), (PANEL, pack, PANEL // pack, 1)),
-                        *(_maker(dtype, x, (3, 2, 1, 0), (PANEL, config.Bc, 1, 1))
-                          for x in (k, v)))
-        self._kept = {}
+        def rows(x, count):
+            heads = min(pack, count)
+            return _maker(dtype, x, (3, 1, 2, 0), (PANEL, heads, count // heads, 1))
+
+        self.makers = [rows(operands.q, CONSUMER),
+                       *(_maker(dtype, x, (3, 2, 1, 0), (PANEL, config.Bc, 1, 1))
+                         for x in (operands.k, operands.v)),
+                       rows(operands.out, WARP) if tiled(config) else _no_map]
+        self.mapped = [operands._fields.index(name) for name in ("q", "k", "v", "out")]
+        self._kept, self._made = {}, {}
 
     def __call__(self, operands):
-        """The three maps of a call, as words of 8 bytes."""
-        addresses = tuple(x.data.ptr for x in operands[:3])
+        """The four maps of a call, as words of 8 bytes."""
+        addresses = tuple(operands[i].data.ptr for i in self.mapped)
         maps = self._kept.get(addresses)
         if maps is None:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
-            made = [make(x) for make, x in zip(self.makers, addresses, strict=True)]
+                self._made.clear()
+            made = [self._map(*x) for x in enumerate(addresses)]
             maps = self._kept[addresses] = array("Q", b"".join(made))
         return maps
+
+    def _map(self, i, address):
+        """One of the maps. Those of q, k, v stay when a call has another out."""
+        made = self._made.get((i, address))
+        if made is None:
+            made = self._made[i, address] = self.makers[i](address)
+        return made
+
+
+def _no_map(address):
+    """The bytes in the place of a map that is not read."""
+    return bytes(_BYTES)
 
 
 def _maker(dtype, x, order, box):
