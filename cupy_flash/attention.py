@@ -5,13 +5,12 @@ import sys
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from . import device
 from .bind import Options, bind_backward, bind_forward, describe
 from .plan import make_plan
 
 # Whether every call says on stderr what it runs. Read once: the environment is slow to look at.
+_NO_OPTIONS = Options()
 _PRINTS_PLANS = os.environ.get("CUPY_FLASH_PRINT_PLAN") == "1"
 
 
@@ -118,13 +117,11 @@ def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, 
     >>> cf.attention(x, x, x, causal=True).shape
     (8, 1000, 64)
     """
-    options = Options(scale, causal, q_offset, window, mask, bias, softcap, alibi_slopes, q_lens,
-                      kv_lens, precision)
-    problem, operands = bind_forward(q, k, v, options, out, out_dtype, bool(return_lse))
-    results = _run("forward", problem, operands)
-    ndim = problem.axes["q"]
-    out = _leading(results.out, ndim) if out is None else out
-    return (out, _leading(results.lse, ndim - 1)) if return_lse else out
+    options = Options(mask, bias, alibi_slopes, q_lens, kv_lens, scale, causal, q_offset, window,
+                      softcap, precision)
+    results = _run("forward", *bind_forward(q, k, v, options, out, out_dtype, bool(return_lse)))
+    out = results["out"] if out is None else out
+    return (out, results["lse"]) if return_lse else out
 
 
 def attention_backward(dout, q, k, v, out, lse, *, dlse=None, deterministic=False, grad_dtype=None,
@@ -169,17 +166,16 @@ def attention_backward(dout, q, k, v, out, lse, *, dlse=None, deterministic=Fals
     delta = rowsum(dO * O) - dlse, dS = P * (dP - delta), dQ = scale dS K, dK = scale dS^T Q,
     dV = P^T dO.
     """
-    problem, operands = bind_backward(
-        dout, q, k, v, out, lse, Options(**options), dlse=dlse, deterministic=deterministic,
+    results = _run("backward", *bind_backward(
+        dout, q, k, v, out, lse, Options(**options) if options else _NO_OPTIONS, dlse=dlse,
+        deterministic=deterministic,
         grad_dtype=grad_dtype, dq=dq, dk=dk, dv=dv,
-    )
-    results = _run("backward", problem, operands)
-    ndim, dbias = problem.axes["q"], results.dbias
+    ))
     return Gradients(
-        _leading(results.dq, ndim) if dq is None else dq,
-        _leading(results.dk, ndim) if dk is None else dk,
-        _leading(results.dv, ndim) if dv is None else dv,
-        None if dbias is None else _leading(dbias, problem.axes["bias"]),
+        results["dq"] if dq is None else dq,
+        results["dk"] if dk is None else dk,
+        results["dv"] if dv is None else dv,
+        results.get("dbias"),
     )
 
 
@@ -238,24 +234,19 @@ def explain(q, k, v, **options):
     TypeError, ValueError, NotImplementedError
         As `attention`.
     """
-    problem, q = describe(q, k, v, Options(**options))
-    where = _device(q)
+    problem = describe(q, k, v, Options(**options))
+    where = device.of(problem.gpu)
     plans = (make_plan(direction, problem, where) for direction in ("forward", "backward"))
     return "\n".join(map(str, plans))
 
 
-def _run(direction, problem, operands):
-    """The operands with all results."""
-    where = _device(operands.q)
-    plan = make_plan(direction, problem, where)
+def _run(direction, problem, arrays, addresses):
+    """The results that the caller gave no buffer for, by name."""
     if _PRINTS_PLANS:
-        print(plan, file=sys.stderr)
-    return _backend(where.kind).run(plan, operands)
-
-
-def _device(q):
-    """Where an array is."""
-    return device.cpu() if isinstance(q, np.ndarray) else device.gpu(q.data.device_id)
+        print(make_plan(direction, problem, device.of(problem.gpu)), file=sys.stderr)
+    if problem.gpu is None:
+        return _backend("cpu").run(direction, problem, arrays)
+    return _backend("cuda").run(direction, problem, arrays, addresses)
 
 
 @cache
@@ -266,8 +257,3 @@ def _backend(kind):
         return launch
     from .backends import cpu
     return cpu
-
-
-def _leading(x, ndim):
-    """The array without the axes of extent 1 that `bind` put in front."""
-    return x if x.ndim == ndim else x.reshape(x.shape[x.ndim - ndim:])

@@ -10,22 +10,32 @@ _AXES = {**dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dbias
          "lse": 3, "dlse": 3}
 
 
-def four_axes(problem, operands):
-    """The operands with the axes (batch, head, row, column), mask and bias broadcast.
+def four_axes(problem, arrays):
+    """The arrays by name as `Operands`: axes (batch, head, row, column), mask and bias broadcast.
 
     `lse` and `dlse` get three axes, slopes (batch, head). Nothing is copied.
     """
     if _complete(problem):
-        return operands
+        return Operands(**arrays)
     full = (problem.batch, problem.heads_q, problem.Nq, problem.Nk)
     shapes = {"mask": full, "bias": full, "slopes": full[:2]}
-    given = {name: x for name, x in operands._asdict().items() if x is not None}
-    for name, x in given.items():
+    widened = dict(arrays)
+    for name, x in arrays.items():
         if name in shapes:
-            given[name] = np.broadcast_to(x, shapes[name])
+            widened[name] = np.broadcast_to(x, shapes[name])
         elif name in _AXES and x.ndim < _AXES[name]:
-            given[name] = x.reshape((1,) * (_AXES[name] - x.ndim) + x.shape)
-    return Operands(**given)
+            widened[name] = x.reshape((1,) * (_AXES[name] - x.ndim) + x.shape)
+    return Operands(**widened)
+
+
+def as_given(problem, results):
+    """Results by name, without the axes of extent 1 that `four_axes` put in front."""
+    if problem.axes["q"] == 4 and not problem.bias_shape:
+        return results
+    axes = problem.axes
+    ndims = {"lse": axes["q"] - 1, "dbias": axes.get("bias")}
+    return {name: x.reshape(x.shape[x.ndim - ndims.get(name, axes["q"]):])
+            for name, x in results.items()}
 
 
 @lru_cache(maxsize=4096)

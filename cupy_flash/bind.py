@@ -2,12 +2,11 @@
 
 Every message starts with the argument's name, then says what came and what is expected. What can be
 said without looking at an element is said about layouts, by `_problem`, which remembers: a repeated
-call is recognised by its layouts and numbers, and only its arrays are looked at again.
+call is recognised by its layouts and numbers, and nothing else of it is looked at again.
 """
 
 import math
 import operator
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,8 +23,7 @@ from .arrays import (
     on_device_of,
     take,
 )
-from .axes import four_axes
-from .problem import UNLIMITED, Mask, Operands, Problem, accumulator_of
+from .problem import UNLIMITED, Mask, Problem, accumulator_of
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
@@ -34,44 +32,47 @@ _ARRAY_OPTIONS = ("mask", "bias", "alibi_slopes", "q_lens", "kv_lens")
 
 
 class Options(NamedTuple):
-    """What may be said beside q, k, v; the words of `cupy_flash.attention`."""
+    """What may be said beside q, k, v, arrays first; the words of `cupy_flash.attention`."""
 
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    q_lens: Any = None
+    kv_lens: Any = None
     scale: Any = None
     causal: bool = False
     q_offset: int | None = None
     window: tuple | None = None
-    mask: Any = None
-    bias: Any = None
     softcap: float | None = None
-    alibi_slopes: Any = None
-    q_lens: Any = None
-    kv_lens: Any = None
     precision: str | None = None
 
 
 def bind_forward(q, k, v, options, out=None, out_dtype=None, returns_lse=True):
-    """Problem and operands of a forward call.
+    """What a forward call asks for, and of which arrays.
 
     Returns
     -------
     problem : Problem
-    operands : Operands
+    arrays : dict of str to ndarray
+        By the names that `Operands` has for them; those that the kernels cannot read, copied.
+    addresses : list of int
+        Where those on a GPU lie, in the same order; of NumPy arrays, none.
     """
     arrays = {"q": q, "k": k, "v": v}
     if out is not None:
         arrays["out"] = out
-    return _bind("forward", arrays, options, ("out_dtype", out_dtype), returns_lse)
+    return _bind("forward", arrays, options, ("out_dtype", out_dtype), returns_lse, False)
 
 
 def describe(q, k, v, options):
-    """Problem of a forward call and q as it is taken in; nothing is copied."""
+    """Problem of a forward call; nothing is copied."""
     arrays = _take_all({"q": q, "k": k, "v": v}, options)
-    return _describe("forward", arrays, options, ("out_dtype", None)), arrays["q"]
+    return _describe("forward", arrays, options, ("out_dtype", None), True, False)[0]
 
 
 def bind_backward(dout, q, k, v, out, lse, options, *, dlse=None, deterministic=False,
                   grad_dtype=None, dq=None, dk=None, dv=None):
-    """Problem and operands of a backward call; see `bind_forward`."""
+    """What a backward call asks for, and of which arrays; see `bind_forward`."""
     _check_flag("deterministic", deterministic)
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
     if dlse is not None:
@@ -79,50 +80,44 @@ def bind_backward(dout, q, k, v, out, lse, options, *, dlse=None, deterministic=
     if not dq is dk is dv is None:
         given = zip(_BUFFERS, (dq, dk, dv), strict=True)
         arrays |= {name: x for name, x in given if x is not None}
-    problem, operands = _bind("backward", arrays, options, ("grad_dtype", grad_dtype))
-    return (_in_fixed_order(problem) if deterministic else problem), operands
+    return _bind("backward", arrays, options, ("grad_dtype", grad_dtype), False,
+                 bool(deterministic))
 
 
-@lru_cache(maxsize=4096)
-def _in_fixed_order(problem):
-    """The problem with the same bits in every run."""
-    return replace(problem, deterministic=True)
-
-
-def _bind(direction, arrays, options, wanted, returns_lse=False):
+def _bind(direction, arrays, options, wanted, returns_lse, deterministic):
     """Both passes; `wanted` is the argument that names the results' dtype, and its value."""
     arrays = _take_all(arrays, options)
-    problem = _describe(direction, arrays, options, wanted, returns_lse)
+    problem, addresses = _describe(direction, arrays, options, wanted, returns_lse,
+                                   deterministic)
     for name in problem.buffers:
         check_buffer(name, arrays[name], {o: x for o, x in arrays.items() if o != name})
     if problem.copied:
         with on_device_of(arrays["q"]):
             arrays |= {name: dense_copy(arrays[name]) for name in problem.copied}
+        addresses = layouts(arrays)[1]
     if problem.has_alibi:
-        arrays["slopes"] = arrays.pop("alibi_slopes")
-    operands = Operands(**arrays)
-    if isinstance(operands.q, np.ndarray):
-        operands = four_axes(problem, operands)
-    return problem, operands        # the CUDA backend makes such views once for a problem
+        arrays = {"slopes" if name == "alibi_slopes" else name: x for name, x in arrays.items()}
+    return problem, arrays, addresses
 
 
-def _describe(direction, arrays, options, wanted, returns_lse=False):
-    """The problem, made or remembered; lengths in CPU memory are looked at."""
-    problem = _problem(direction, layouts(arrays), _numbers(options), _result_dtype(*wanted),
-                       returns_lse)
+def _describe(direction, arrays, options, wanted, returns_lse, deterministic):
+    """The problem, made or remembered, and the addresses; lengths in CPU memory are looked at."""
+    named, addresses = layouts(arrays)
+    problem = _problem(direction, named, _numbers(options), _result_dtype(*wanted), returns_lse,
+                       deterministic)
     if problem.has_q_lens:
         _check_lens("q_lens", arrays["q_lens"], problem.Nq)
     if problem.has_kv_lens:
         _check_lens("kv_lens", arrays["kv_lens"], problem.Nk)
-    return problem
+    return problem, addresses
 
 
 def _take_all(arrays, options):
     """All arrays of the call by name, as NumPy or CuPy arrays; absent options are left out."""
-    for name in _ARRAY_OPTIONS:
-        x = getattr(options, name)
-        if x is not None:
-            arrays[name] = x
+    o = options
+    if not o.mask is o.bias is o.alibi_slopes is o.q_lens is o.kv_lens is None:
+        given = zip(_ARRAY_OPTIONS, o, strict=False)
+        arrays |= {name: x for name, x in given if x is not None}
     family = common_family(arrays)
     if family == "cpu":
         return {name: take(name, x) for name, x in arrays.items()}
@@ -144,8 +139,8 @@ def _numbers(options):
 
 
 @lru_cache(maxsize=4096)
-def _problem(direction, arrays, numbers, result_dtype, returns_lse):
-    """The `Problem` of a call, after every check that needs no element and no address."""
+def _problem(direction, arrays, numbers, result_dtype, returns_lse, deterministic):
+    """The `Problem` of a call, after every check that needs no element."""
     scale, softcap, left, right, q_offset, precision = numbers
     wanted_name, wanted = result_dtype
     named = {name: Layout(*fields) for name, *fields in arrays}
@@ -170,7 +165,7 @@ def _problem(direction, arrays, numbers, result_dtype, returns_lse):
     for name, shape in buffers.items():
         _check_result_buffer(name, named[name], shape, dtype)
     for name, x in named.items():
-        _check_strides(name, x)
+        _check_place(name, x, q)
     return Problem(
         batch=batch, heads_q=heads_q, heads_k=heads_k, Nq=q.shape[-2], Nk=k.shape[-2],
         d=q.shape[-1], d_v=v.shape[-1], dtype=q.dtype.name, out_dtype=dtype.name,
@@ -180,8 +175,9 @@ def _problem(direction, arrays, numbers, result_dtype, returns_lse):
         dbias_dtype=None if bias is None else (bias.dtype if wanted is None else dtype).name,
         copied=tuple(name for name in _dense_operands(direction)
                      if name in named and not named[name].dense),
-        buffers=tuple(buffers),
-        has_alibi="alibi_slopes" in named, returns_lse=returns_lse, layouts=arrays, **{
+        buffers=tuple(buffers), unaligned=tuple(name for name, x in named.items() if x.offset),
+        gpu=q.gpu, has_alibi="alibi_slopes" in named, returns_lse=returns_lse,
+        deterministic=deterministic, layouts=arrays, **{
             f"has_{name}": name in named for name in ("mask", "q_lens", "kv_lens", "dlse")},
     )
 
@@ -295,8 +291,17 @@ def _check_result_buffer(name, x, shape, dtype):
         raise ValueError(f"`{name}` has shape {x.shape}, expected {shape}")
 
 
-def _check_strides(name, x):
-    """Elements of a GPU array lie on multiples of their size; NumPy says so in `aligned`."""
+def _check_place(name, x, q):
+    """Arrays are on one device; there, elements lie on multiples of their size.
+
+    NumPy says so in `aligned`.
+    """
+    if x.gpu != q.gpu:
+        raise ValueError(f"`{name}` is on GPU {x.gpu}, but `q` is on GPU {q.gpu}: all arrays must "
+                         "be on the same GPU")
+    if x.offset % x.dtype.itemsize:
+        raise ValueError(f"`{name}` starts at an address that is no multiple of its "
+                         f"{x.dtype.itemsize}-byte elements, expected one: pass a copy")
     if x.aligned and any(n > 1 and s % x.dtype.itemsize
                          for n, s in zip(x.shape, x.strides, strict=True)):
         raise ValueError(f"`{name}` has strides {x.strides}, expected multiples of its "

@@ -91,6 +91,11 @@ def gpu(number):
                      properties["sharedMemPerBlockOptin"], wgmma=wgmma)
 
 
+def of(number):
+    """The GPU with this number, or the CPU for None."""
+    return cpu() if number is None else gpu(number)
+
+
 def adopt(name, x):
     """The CuPy array over the memory of a GPU array `x` of another library."""
     try:

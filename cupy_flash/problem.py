@@ -27,25 +27,8 @@ class Mask:
     q_offset: int | None = None
 
 
-def hashed_once(cls):
-    """A frozen dataclass that is looked up at every call: its hash is worked out once."""
-    compute = cls.__hash__
-
-    def __hash__(self):
-        kept = self.__dict__
-        if "_hash" not in kept:
-            kept["_hash"] = compute(self)
-        return kept["_hash"]
-
-    def __getstate__(self):     # strings hash differently in another process
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
-
-    cls.__hash__, cls.__getstate__ = __hash__, __getstate__
-    return cls
-
-
-@hashed_once
-@dataclass(frozen=True)
+# Made once for calls that are alike, so compared and hashed as an object: a key at every call.
+@dataclass(frozen=True, eq=False)
 class Problem:
     """One call of the library, arrays apart.
 
@@ -76,9 +59,13 @@ class Problem:
         Inputs whose last axis had no unit stride: the kernels read a copy of them.
     buffers : tuple of str
         Results for which the caller gave the memory.
+    unaligned : tuple of str
+        Arrays on a GPU that do not begin on a border of 16 bytes.
+    gpu : int or None
+        The GPU on which the arrays are; None if they are in CPU memory.
     layouts : tuple
-        (name, shape, strides, dtype, aligned) of each array of the call: calls with the same
-        problem differ in nothing but addresses and elements.
+        Name and fields of the `Layout` of each array of the call: calls with the same problem
+        differ in nothing but elements and addresses, and in these by multiples of 16.
     """
 
     batch: int
@@ -105,6 +92,8 @@ class Problem:
     deterministic: bool = False
     copied: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    unaligned: tuple[str, ...] = ()
+    gpu: int | None = None
     layouts: tuple = ()
 
     @cached_property
@@ -139,11 +128,10 @@ class Problem:
 
 
 class Operands(NamedTuple):
-    """The arrays of a call, None where absent; lengths are ``(batch,)``.
+    """The arrays of a call with the axes that kernels know, None where absent.
 
-    NumPy arrays have four axes ``(batch, head, row, column)``, `lse` and `dlse` three, `slopes`
-    two: ``(batch, heads_q)``. CuPy arrays have the axes that the user gave them.
-    Output buffers that the user did not give are None until the backend allocates them.
+    They have four axes ``(batch, head, row, column)``, `lse` and `dlse` three, `slopes` two:
+    ``(batch, heads_q)``, lengths one: ``(batch,)``.
     """
 
     q: Any

@@ -1,6 +1,8 @@
 """The CUDA backend up to the launch, on CuPy arrays over host memory; no GPU is needed."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from operator import ne
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ from cases import CASES, inputs
 from fake_cupy import H200, fake
 
 import cupy_flash as cf
-from cupy_flash import arrays
+from cupy_flash import arrays, bind, device
 from cupy_flash.axes import four_axes
 from cupy_flash.backends.cuda import compile as compiled
 from cupy_flash.backends.cuda import launch, params, source
@@ -50,7 +52,7 @@ def test_structs_are_those_of_the_header():
 
 
 def test_the_unit_is_names_and_numbers():
-    problem, _ = bind_forward(*(np.zeros((3, 40), np.float32) for _ in "qkv"), Options())
+    problem, *_ = bind_forward(*(np.zeros((3, 40), np.float32) for _ in "qkv"), Options())
     for direction in ("forward", "backward"):
         for one in make_plan(direction, problem, H200).launches:
             name, text = unit(one.entry, one.config, one.smem_bytes)
@@ -64,7 +66,7 @@ def test_the_unit_is_names_and_numbers():
 
 
 def test_an_edited_source_is_another_unit(monkeypatch):
-    problem, _ = bind_forward(*(np.zeros((3, 40), np.float32) for _ in "qkv"), Options())
+    problem, *_ = bind_forward(*(np.zeros((3, 40), np.float32) for _ in "qkv"), Options())
     one = make_plan("forward", problem, H200).launches[0]
     before = unit(one.entry, one.config, one.smem_bytes)[1]
     unit.cache_clear()
@@ -79,15 +81,16 @@ def test_the_kept_struct_is_the_packed_one(case, launches):
     for _ in range(2):
         y = move(inputs(case))
         out, lse = cf.attention(y.q, y.k, y.v, return_lse=True, **y.options)
-        problem, operands = bind_forward(y.q, y.k, y.v, Options(**y.options))
-        check(launches, "forward", problem, operands._replace(out=out, lse=lse))
+        problem, arrays, _ = bind_forward(y.q, y.k, y.v, Options(**y.options))
+        check(launches, "forward", problem, arrays | {"out": out, "lse": lse})
         g = cf.attention_backward(y.dout, y.q, y.k, y.v, out, lse, dlse=y.dlse, **y.options)
-        problem, operands = bind_backward(y.dout, y.q, y.k, y.v, out, lse, Options(**y.options),
-                                          dlse=y.dlse)
-        check(launches, "backward", problem, operands._replace(**g._asdict()))
+        problem, arrays, _ = bind_backward(y.dout, y.q, y.k, y.v, out, lse, Options(**y.options),
+                                           dlse=y.dlse)
+        grads = {name: x for name, x in g._asdict().items() if x is not None}
+        check(launches, "backward", problem, arrays | grads)
 
 
-def check(launches, direction, problem, operands):
+def check(launches, direction, problem, arrays):
     """The recorded launches are those of the plan, with the struct that `pack` makes."""
     plan = make_plan(direction, problem, H200)
     assert len(launches) == len(plan.launches)
@@ -98,7 +101,7 @@ def check(launches, direction, problem, operands):
         if direction == "backward":
             names = ("delta", "state", "dq_sums")
         addresses = {name: struct[name] for name in names}
-        assert struct == params.pack(plan, one, four_axes(problem, operands), addresses)[0]
+        assert struct == params.pack(plan, one, four_axes(problem, arrays), addresses)[0]
         wanted = {buffer.name for buffer in plan.workspace}
         assert {name for name, address in addresses.items() if address} == wanted
     launches.clear()
@@ -133,20 +136,61 @@ def test_results_share_memory_only_where_they_are_small(N, together, launches):
     assert (out.data.mem is lse.data.mem) == together
 
 
+def test_kernels_read_the_copies(launches, monkeypatch):
+    """Addresses keep the order of the arrays, although some are copied and one is renamed."""
+    monkeypatch.setattr(bind, "dense_copy", lambda x: copies.setdefault(x.shape, fake(
+        np.zeros(x.shape, x.dtype.type))))
+    monkeypatch.setattr(bind, "on_device_of", lambda x: nullcontext())
+    slopes, lens = fake(np.zeros(3, np.float32)), fake(np.zeros(2, np.int32))
+    for _ in range(2):
+        copies = {}
+        k, v = fake(np.zeros((2, 3, 7, 16), np.float16)), fake(np.zeros((2, 3, 7, 24), np.float16))
+        q = fake(np.zeros((2, 3, 5, 32), np.float16)[..., ::2])
+        out = cf.attention(q, k, v, alibi_slopes=slopes, kv_lens=lens)
+        struct = launches[-1][3]
+        assert struct["q"]["address"] == copies[q.shape].data.ptr != q.data.ptr
+        for name, x in {"k": k, "v": v, "slopes": slopes, "out": out}.items():
+            assert struct[name]["address"] == x.data.ptr, name
+        assert struct["kv_lens"] == lens.data.ptr
+
+
+def test_threads_do_not_mix_their_calls(launches):
+    def call(_):
+        x = fake(np.zeros((2, 3, 5, 16), np.float16))
+        return x, cf.attention(x, x, x)
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(call, range(400)))
+    structs = [record[3] for record in launches]
+    found = {tuple(struct[name]["address"] for name in ("q", "k", "v", "out"))
+             for struct in structs}
+    assert len(launches) == 400
+    assert found == {(*[x.data.ptr] * 3, out.data.ptr) for x, out in results}
+
+
+def test_each_device_has_its_own_plan(launches, monkeypatch):
+    asked = []
+    monkeypatch.setattr(device, "gpu", lambda number: asked.append(number) or H200)
+    monkeypatch.setattr(launch, "get_device_id", lambda: 1)
+    monkeypatch.setattr(cupy.cuda, "Device", lambda number: nullcontext())
+    for number in (0, 1, 0, 1):
+        x = fake(np.zeros((2, 3, 5, 16), np.float16), device=number)
+        cf.attention(x, x, x)
+    assert asked == [0, 1] and len(launches) == 4
+
+
 def test_a_struct_is_a_call_s_own(launches):
     """Two threads may fill the structs of one plan at once."""
     x, y = (fake(np.zeros((2, 3, 5, 16), np.float16)) for _ in "xy")
     cf.attention(x, x, x)
     (kept,) = launch._kept.values()
-    template = kept.template
-    _, operands = bind_forward(x, x, x, Options())
-    operands = operands._replace(out=x)
-    one = template.fill(operands, 0)
+    template, addresses = kept.template, [x.data.ptr] * 3
+    one = template.fill(addresses, 0)
     before = one[:]
-    template.fill(operands._replace(q=y), 0)
+    template.fill([y.data.ptr, *addresses[1:]], 4096)
     one[template.tasks] = 77
     assert sum(map(ne, one, before)) == 1
-    assert template.fill(operands, 0) == before
+    assert template.fill(addresses, 0) == before
 
 
 @pytest.mark.parametrize("offset, width", [(0, 16), (1, 2), (2, 4), (4, 8), (8, 16), (12, 8)])

@@ -176,7 +176,7 @@ def test_every_head_dim_has_a_row_that_fits(d, d_v):
 ])
 def test_what_it_cannot_do_goes_elsewhere_and_is_said(changes, words):
     plan = make_plan("forward", problem(**changes), HOPPER)
-    assert "hopper_forward" not in str(plan) and plan.unaligned is None
+    assert "hopper_forward" not in str(plan)
     assert not plan.launches or words in plan.launches[0].reason, plan
 
 
@@ -193,10 +193,14 @@ def test_other_gpus_do_not_get_it():
     assert "hopper" not in str(make_plan("forward", problem(), H200))
 
 
-def test_the_plan_says_what_unaligned_arrays_get():
-    plan = make_plan("forward", problem(), HOPPER)
-    assert plan.launches[0].resident and "borders of 16 bytes: forward" in str(plan)
-    assert plan.unaligned.launches[0].entry.startswith("forward")
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_arrays_begin_on_borders(name):
+    (launch,) = make_plan("forward", problem(unaligned=("mask", name)), HOPPER).launches
+    assert launch.entry.startswith("forward")
+    assert f"{name} does not begin on a border of 16 bytes" in launch.reason
+    for changes in ({"unaligned": ("mask",)}, {"unaligned": (name,), "copied": (name,)}):
+        (launch,) = make_plan("forward", problem(**changes), HOPPER).launches
+        assert launch.entry == "hopper_forward" and launch.resident
 
 
 @pytest.mark.parametrize("N, mask, Br", [(1024, Mask(), 192), (1024, Mask(right=0), 128),

@@ -63,7 +63,7 @@ def test_a_split_without_visible_keys_may_hold_nan(threads):
 def test_these_problems_are_split_indeed(threads):
     """Otherwise the tests above would test nothing."""
     x = inputs(LONG)
-    problem, _ = bind_forward(x.q, x.k, x.v, Options())
+    problem, *_ = bind_forward(x.q, x.k, x.v, Options())
     for n, more in ((1, False), (8, True)):
         threads(n)
         with tuned(Br=32):

@@ -14,13 +14,12 @@ ROWS_PER_BLOCK = 4      # of delta and combine, one warp each
 def plan_forward(problem, device):
     """The kernel for sm_90a where it serves, otherwise one for every GPU."""
     tuned, obstacle = cuda_hopper.choose(problem, device)
-    everywhere = _plan_forward_everywhere(problem, device, obstacle)
     if not tuned:
-        return everywhere
+        return _plan_forward_everywhere(problem, device, obstacle)
     config, smem, reason = tuned
     launch = replace(_launch("hopper_forward", config, cuda_hopper.count_tasks(problem, config), 1,
                              smem, reason), resident=True)
-    return replace(_plan("forward", problem, device, [launch], []), unaligned=everywhere)
+    return _plan("forward", problem, device, [launch], [])
 
 
 def _plan_forward_everywhere(problem, device, obstacle):

@@ -80,6 +80,9 @@ def obstacle_of(problem, device):
         return "its elements have 16 bits"
     if p.group * p.Nq < FEWEST_ROWS or p.Nk == 0:
         return f"fewer than {FEWEST_ROWS} rows for a key head"
+    for name in ("q", "k", "v", "out"):
+        if name in p.unaligned and name not in p.copied:
+            return f"{name} does not begin on a border of 16 bytes"
     for name, shape, strides, *_ in p.layouts:
         if name in p.copied:
             strides = dense_strides(shape)

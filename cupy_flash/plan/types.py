@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..device import Device, GpuDevice
-from ..problem import Problem, hashed_once
+from ..problem import Problem
 
 
 @dataclass(frozen=True)
@@ -104,21 +104,16 @@ class Launch:
     resident: bool = False
 
 
-@hashed_once
-@dataclass(frozen=True)
+# Made once for a problem, so compared and hashed as an object, like it.
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """All launches of one pass, in order, and the workspace they share.
-
-    `unaligned`, if there, is the plan for arrays that do not begin on borders of 16 bytes:
-    addresses are no part of a problem, so this is decided at each call.
-    """
+    """All launches of one pass, in order, and the workspace they share."""
 
     direction: str
     problem: Problem
     device: Device | GpuDevice
     launches: tuple[Launch, ...]
     workspace: tuple[Buffer, ...]
-    unaligned: "Plan | None" = None
 
     @property
     def workspace_bytes(self):
@@ -139,7 +134,4 @@ class Plan:
             lines.append("  nothing to compute")
         for buffer in self.workspace:
             lines.append(f"  workspace {buffer.name}: {buffer.nbytes:,} bytes")
-        if self.unaligned:
-            launches = ", ".join(launch.entry for launch in self.unaligned.launches)
-            lines.append(f"  arrays not on borders of 16 bytes: {launches}")
         return "\n".join(lines)

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cupy_flash.backends.cpu import _with_results
+from cupy_flash.axes import as_given, four_axes
+from cupy_flash.backends.cpu import missing
 from cupy_flash.backends.cuda import params, source, tensor_maps
 from cupy_flash.backends.cuda.unit import ENTRIES, unit
 from cupy_flash.bind import Options, bind_backward, bind_forward
@@ -168,30 +169,29 @@ class Fibers:
 
     def forward(self, q, k, v, *, out_dtype=None, **options):
         """out and lse, as `cupy_flash.attention` returns them."""
-        problem, operands = bind_forward(q, k, v, Options(**options), out_dtype=out_dtype)
-        operands = self.run(self.plan("forward", problem), operands)
-        return _axes(operands.out, q.ndim), _axes(operands.lse, q.ndim - 1)
+        problem, arrays, _ = bind_forward(q, k, v, Options(**options), out_dtype=out_dtype)
+        results = self.run(self.plan("forward", problem), arrays)
+        return results["out"], results["lse"]
 
     def backward(self, dout, q, k, v, out, lse, *, dlse=None, grad_dtype=None, **options):
         """dq, dk, dv and dbias (or None), as `cupy_flash.attention_backward` returns them."""
-        problem, operands = bind_backward(dout, q, k, v, out, lse, Options(**options), dlse=dlse,
-                                          grad_dtype=grad_dtype)
-        o = self.run(self.plan("backward", problem), operands)
-        dbias = None if o.dbias is None else o.dbias.reshape(options["bias"].shape)
-        return *(_axes(x, q.ndim) for x in (o.dq, o.dk, o.dv)), dbias
+        problem, arrays, _ = bind_backward(dout, q, k, v, out, lse, Options(**options), dlse=dlse,
+                                           grad_dtype=grad_dtype)
+        results = self.run(self.plan("backward", problem), arrays)
+        return *(results[name] for name in ("dq", "dk", "dv")), results.get("dbias")
 
     def plan(self, direction, problem):
         """The plan that a GPU would get, with this tile."""
         with tile(*self.tile):
             return (plan_forward if direction == "forward" else plan_backward)(problem, self.device)
 
-    def run(self, plan, operands):
+    def run(self, plan, arrays):
         """Every launch of a plan, in order; workspace and results start as NaN."""
-        operands = _with_results(plan, operands)
-        given = set() if plan.direction == "forward" else {"out", "lse"}
-        for name in {"out", "lse", "dq", "dk", "dv", "dbias"} - given:
-            if getattr(operands, name) is not None:
-                _poison(getattr(operands, name))
+        operands = four_axes(plan.problem, arrays)
+        results = missing(plan, operands)
+        operands = operands._replace(**results)
+        for result in results.values():
+            _poison(result)
         buffers = {b.name: np.empty(b.extent, b.dtype) for b in plan.workspace}
         for buffer in buffers.values():
             _poison(buffer)
@@ -204,7 +204,7 @@ class Fibers:
             if launch.entry == "hopper_forward":
                 put_maps(packed, plan, operands)
             self.launch(launch, packed)
-        return operands
+        return as_given(plan.problem, results)
 
     def launch(self, launch, packed):
         """One kernel."""
@@ -228,8 +228,3 @@ def _load(path):
 
 def _poison(array):
     array[...] = np.float64(np.nan).astype(array.dtype)
-
-
-def _axes(array, ndim):
-    """`array` without the leading axes of length 1 that binding added."""
-    return array.reshape(array.shape[array.ndim - ndim:])

@@ -2,7 +2,10 @@
 
 import numpy as np
 
+from ... import device
 from ...arrays import empty_rows_like
+from ...axes import as_given, four_axes
+from ...plan import make_plan
 from . import pool
 from .backward import backward, reduce_chunks
 from .combine import combine
@@ -16,15 +19,21 @@ _MOST_TEMPLATES = 4096
 _templates = {}
 
 
-def run(plan, operands):
-    """Run the launches of a plan; returns the operands with every result filled in."""
-    operands = _with_results(plan, operands)
+def run(direction, problem, arrays):
+    """Plan a call and run its launches.
+
+    Returns the results that have no buffer among the arrays, by name.
+    """
+    plan = make_plan(direction, problem, device.cpu())
+    operands = four_axes(problem, arrays)
+    results = missing(plan, operands)
+    operands = operands._replace(**results)
     buffers = {b.name: np.zeros(b.extent, b.dtype) for b in plan.workspace}
     templates = _templates.get(plan) or _make_templates(plan, operands, buffers)
     for launch, template in zip(plan.launches, templates, strict=True):
         params = template.fill(operands, buffers)
         pool.run(KERNELS[launch.entry], params, _slabs(buffers["slab"], launch.threads))
-    return operands
+    return as_given(problem, results)
 
 
 def _make_templates(plan, operands, buffers):
@@ -36,24 +45,22 @@ def _make_templates(plan, operands, buffers):
     return made
 
 
-def _with_results(plan, operands):
-    """Result arrays that the user did not give; they keep the memory order of q, k, v."""
-    p = plan.problem
+def missing(plan, operands):
+    """Result arrays that the user did not give, by name; they keep the memory order of q, k, v."""
+    p, results = plan.problem, {}
     if plan.direction == "forward":
-        missing = {}
         if p.returns_lse:
-            missing["lse"] = np.empty(operands.q.shape[:3], p.accumulator)
+            results["lse"] = np.empty(operands.q.shape[:3], p.accumulator)
         if operands.out is None:
-            missing["out"] = empty_rows_like(operands.q, p.d_v, _dtype(p.out_dtype))
-        return operands._replace(**missing)
-    missing = {}
+            results["out"] = empty_rows_like(operands.q, p.d_v, _dtype(p.out_dtype))
+        return results
     for name in ("dq", "dk", "dv"):
         if getattr(operands, name) is None:
             like = getattr(operands, name[1])
-            missing[name] = empty_rows_like(like, like.shape[-1], _dtype(p.out_dtype))
+            results[name] = empty_rows_like(like, like.shape[-1], _dtype(p.out_dtype))
     if p.bias_shape:
-        missing["dbias"] = np.zeros(p.bias_shape, _dtype(p.dbias_dtype))
-    return operands._replace(**missing)
+        results["dbias"] = np.zeros(p.bias_shape, _dtype(p.dbias_dtype))
+    return results
 
 
 def _dtype(name):

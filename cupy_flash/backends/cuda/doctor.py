@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...bind import Options, bind_forward
-from ...device import OLDEST_GPU, gpu
-from ...plan import make_plan
+from ...device import OLDEST_GPU
 from . import probe, source
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
@@ -174,8 +173,7 @@ def _attention(x):
     """Attention of x to itself on its device."""
     from .launch import run
 
-    problem, operands = bind_forward(x, x, x, Options())
-    return run(make_plan("forward", problem, gpu(x.device.id)), operands).out
+    return run("forward", *bind_forward(x, x, x, Options()))["out"]
 
 
 def _arch(cupy):

@@ -118,49 +118,33 @@ class Template:
     """The struct of a plan's launches, of which a call changes nothing but addresses and tasks.
 
     It is made from the first call's arrays: calls with the same plan have the same layouts.
-    `offsets` says where the plan's buffers lie in its workspace, by their names. `tasks` is the
-    place of the one word in which the launches of a plan differ.
+    `names` says whose addresses a call brings, `offsets` what lies where in its block. `tasks` is
+    the place of the one word in which the launches of a plan differ.
     """
 
-    def __init__(self, plan, operands, offsets):
-        direction = plan.direction
-        packed = pack(plan, plan.launches[0], operands, offsets)
-        dtype = packed.dtype
+    def __init__(self, plan, operands, names, offsets):
+        packed = pack(plan, plan.launches[0], operands, {})
+        fields = packed.dtype.fields
         self._words = array("Q", packed.tobytes())      # Python sets its items faster than NumPy's
-        self.tasks = dtype.fields["tasks"][1] // 8
-        self._vector = dtype.fields["vector_bytes"][1] // 8
-        given = [(i, name) for i, (name, x) in enumerate(operands._asdict().items())
-                 if x is not None]
-        places = [(i, dtype.fields[name][1] // 8) for i, name in given]
-        self._loaded = [x for x, (_, name) in zip(places, given, strict=True)
-                        if name in _LOADED[direction]]
-        self._others = [x for x in places if x not in self._loaded]
-        self._workspace = [(dtype.fields[name][1] // 8, x) for name, x in offsets.items()]
-        self._bits = _row_bits(*(getattr(operands, name) for name in _LOADED[direction]))
+        self._places = [fields[name][1] // 8 for name in names]
+        self._parts = [(fields[name][1] // 8, offset) for name, offset in offsets.items()]
+        self.tasks = fields["tasks"][1] // 8
         self._maps = None
-        if dtype == HopperForwardParams:        # the planner looked at strides; rows may be short
-            self._bits = WIDEST_LOAD
+        if packed.dtype == HopperForwardParams:
             self._maps = TensorMaps(plan, operands)
-            self._maps_from = dtype.fields["q_map"][1] // 8
+            self._mapped = [fields[name][1] // 8 for name in TensorMaps.names]
+            self._maps_from = fields["q_map"][1] // 8
 
-    def fill(self, operands, workspace):
-        """The struct of a call as words; `workspace` is the address of the workspace."""
-        words, bits = self._words[:], self._bits
-        for i, place in self._loaded:
-            start = words[place] = operands[i].data.ptr
-            bits |= start
-        for i, place in self._others:
-            words[place] = operands[i].data.ptr
-        for place, offset in self._workspace:
-            words[place] = workspace + offset
-        words[self._vector] = bits & -bits
-        if self._maps and self.aligned(words, operands):
-            words[self._maps_from:] = self._maps(operands)
+    def fill(self, addresses, block):
+        """The struct of a call as words: addresses in the order of `names`, and of the block."""
+        words = self._words[:]
+        for place, address in zip(self._places, addresses, strict=False):
+            words[place] = address
+        for place, offset in self._parts:
+            words[place] = block + offset
+        if self._maps:
+            words[self._maps_from:] = self._maps(*[words[place] for place in self._mapped])
         return words
-
-    def aligned(self, words, operands):
-        """Whether q, k, v and out begin, with all their rows, on borders of 16 bytes."""
-        return words[self._vector] == WIDEST_LOAD and not operands.out.data.ptr % WIDEST_LOAD
 
 
 def vector_bytes(*arrays):
@@ -169,19 +153,11 @@ def vector_bytes(*arrays):
     The largest power of two up to 16 that divides every address, every stride before the last axis
     and the bytes of every row.
     """
-    bits = _row_bits(*arrays)
-    for x in arrays:
-        bits |= address(x)
-    return bits & -bits
-
-
-def _row_bits(*arrays):
-    """The part of `vector_bytes` that does not depend on addresses."""
     bits = WIDEST_LOAD
     for x in arrays:
         b, h, n, _ = x.strides
-        bits |= b | h | n | x.shape[3] * x.itemsize
-    return bits
+        bits |= address(x) | b | h | n | x.shape[3] * x.itemsize
+    return bits & -bits
 
 
 def _tensor(x):

@@ -23,6 +23,8 @@ class TensorMaps:
     Results that do not leave by the TMA unit have zeros for a map.
     """
 
+    names = ("q", "k", "v", "out")
+
     def __init__(self, plan, operands):
         config, dtype = plan.launches[0].config, plan.problem.dtype
         pack = pack_of(plan.problem, config.Br)
@@ -35,12 +37,10 @@ class TensorMaps:
                        *(_maker(dtype, x, (3, 2, 1, 0), (PANEL, config.Bc, 1, 1))
                          for x in (operands.k, operands.v)),
                        rows(operands.out, WARP) if tiled(config) else _no_map]
-        self.mapped = [operands._fields.index(name) for name in ("q", "k", "v", "out")]
         self._kept, self._made = {}, {}
 
-    def __call__(self, operands):
-        """The four maps of a call, as words of 8 bytes."""
-        addresses = tuple(operands[i].data.ptr for i in self.mapped)
+    def __call__(self, *addresses):
+        """The maps of the arrays with these `names`, by their addresses, as words of 8 bytes."""
         maps = self._kept.get(addresses)
         if maps is None:
             if len(self._kept) >= _MOST_KEPT:
