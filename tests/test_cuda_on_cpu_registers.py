@@ -111,6 +111,21 @@ def test_large_scores_of_either_sign_in_later_keys(kind, row):
         check("large", kind, y, row, factor=4)
 
 
+@pytest.mark.parametrize("kind", ["tf32", "tf32x3", "float64"])
+def test_keys_far_below_the_largest_have_no_weight(kind):
+    """Before the largest and behind it: alpha and P are 0, not what the exponent's bits wrap to."""
+    dtype, precision = KINDS[kind]
+    below = [2000, 1e5, 2.0**32, 2.0**44, 4.6e15, 5e15, 6e15, 7e15, 9.3e15, 1e16, 1e19, 1e30]
+    below += [1e100, 1e300] if dtype == "float64" else []
+    for falling in (True, False):
+        scores = -np.array([0, *below] if falling else [*below[::-1], 0])
+        q, k, v = (np.zeros((1, 1, n, 16), dtype) for n in (20, len(scores), len(scores)))
+        q[..., 0], k[..., 0], v[...] = 1, scores, 2.0**30
+        v[:, :, 0 if falling else -1] = 1
+        out, lse = fibers().forward(q, k, v, scale=1.0, precision=precision)
+        assert (out == 1).all() and (lse == 0).all()
+
+
 @pytest.mark.parametrize("kind, row, d, d_v", [
     ("bfloat16", Row(128, 64, 8, 256, "", pairs=True, blocks=1), 150, 190),
     ("float16", Row(64, 64, 4, 256, "", pairs=True), 96, 256),
@@ -123,7 +138,8 @@ def test_large_scores_of_either_sign_in_later_keys(kind, row):
     ("tf32x3", Row(128, 32, 4, 64, "", split_Q=True), 60, 20),
     ("tf32x3", Row(128, 48, 8, 128, "", blocks=1), 35, 120),
     ("float64", Row(64, 32, 4, 256, "", keep_Q=True), 17, 48),
-    ("float64", Row(128, 16, 8, 256, "", blocks=1), 112, 112),
+    ("float64", Row(64, 48, 4, 64, ""), 40, 61),
+    ("float64", Row(128, 32, 8, 128, "", blocks=1), 112, 112),
 ], ids=str)
 def test_tiles(kind, row, d, d_v):
     """One to three fragments of rows a warp, d and d_v of any width, more rows than there are."""

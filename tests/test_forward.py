@@ -109,3 +109,17 @@ def test_the_default_scale_is_that_of_the_true_head_dimension(backend):
     x.options["scale"] = 46 ** -0.5
     explicit, _ = attend(backend, x)
     assert_bit_equal("scale", explicit, out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_keys_far_below_the_largest_have_no_weight(backend, dtype):
+    """Beyond the integers that a float64 counts, too, in the order in which the largest score
+    comes first and in the other."""
+    below = np.geomspace(2000, 1e30 if dtype == "float32" else 1e300, 300)
+    for order in (1, -1):
+        q, k, v = (np.zeros((n, 16), dtype) for n in (20, 301, 301))
+        q[:, 0], k[1:, 0], v[...] = 1, -below, 2.0**30
+        v[0] = 1
+        q, k, v = (backend.asarray(x) for x in (q, k[::order], v[::order]))
+        out, lse = cf.attention(q, k, v, scale=1.0, return_lse=True)
+        assert (backend.asnumpy(out) == 1).all() and (backend.asnumpy(lse) == 0).all()

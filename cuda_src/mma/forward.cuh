@@ -150,7 +150,7 @@ struct ForwardWalk {
   // Where the plain tiles from key0 on end: all rows see all of their keys, and they and the K that
   // is copied during the last of them can be copied whole.
   CF_DEVICE int plain_end(int key0) const {
-    if (!Traits::plain_loop || p.vector_bytes != 16 || key0 < task.seen.inner_first) return key0;
+    if (p.vector_bytes != 16 || key0 < task.seen.inner_first) return key0;
     return min(task.seen.inner_end, task.seen.end - Bc);
   }
 
@@ -171,9 +171,9 @@ struct ForwardWalk {
     }
     ptx::close_copies();
     const bool any = plain || task.own.any(key0, Bc);
-    if (any) warp.multiply_keys(scores);
+    if (any) warp.template multiply_keys<plain>(scores);
     if (!plain && any && !task.own.all(key0, Bc)) {
-      if (Traits::plain_loop && key0 >= task.own.inner_first) {
+      if (key0 >= task.own.inner_first) {
         warp.template hide<false>(scores, task.keys, task.rows, key0);
       } else {
         warp.template hide<true>(scores, task.keys, task.rows, key0);

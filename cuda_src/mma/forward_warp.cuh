@@ -28,9 +28,6 @@ struct ForwardRegistersTraits {
   static constexpr int smem_bytes =
       ((Config::Br + rests_Q) * pitch_Q + rows_K * (pitch + pitch_v)) * int(sizeof(T)) + bytes_P
       + 2 * bytes_rows;
-  // Whether tiles that all rows see have a loop of their own. In the wide types the products take
-  // so long that the branches around them matter less than the time to compile them twice.
-  static constexpr bool plain_loop = sizeof(T) == 2;
   static_assert(Config::d % 16 == 0 && Config::d_v % (16 * parts) == 0,
                 "d and d_v must be multiples of 16");
   static_assert(Config::Br * parts % (16 * Config::warps) == 0, "a warp must have whole fragments");
@@ -97,14 +94,17 @@ struct ForwardWarp {
     }
   }
 
-  // scores = Q K^T.
+  // scores = Q K^T. often: in the loop that must be fast; elsewhere wide types, whose products take
+  // long, have short code, which is compiled sooner.
+  template <bool often>
   CF_DEVICE void multiply_keys(S& scores) const {
     constexpr int piece = chain_depth<Config>() > 0 ? chain_depth<Config>() / F::depth : depths;
-    constexpr int unrolled = Config::precision == 2 ? 2 : depths;      // its code is long enough
-#pragma unroll unrolled
+    constexpr int pieces = Config::precision == 2 ? 2 : depths;        // its code is long enough
+    constexpr int products = often || sizeof(T) == 2 ? piece : 1;
+    Sums<Config> sums[fragments][keys];
+#pragma unroll pieces
     for (int k0 = 0; k0 < depths; k0 += piece) {
-      Sums<Config> sums[fragments][keys];
-#pragma unroll
+#pragma unroll products
       for (int x = 0; x < piece; ++x) {
         const int k = k0 + x;
         if (depths % piece != 0 && k >= depths) break;
@@ -124,8 +124,9 @@ struct ForwardWarp {
           for (int i = 0; i < fragments; ++i) add_product(sums[i][j], a[i], b);
         }
       }
-      add_totals<Config>(scores, sums, k0 == 0);
+      add_large<Config>(scores, sums, k0 == 0);
     }
+    add_small<Config>(scores, sums);
   }
 
   // Hides what a row does not see: keys behind its end and, if `before`, those before its first.

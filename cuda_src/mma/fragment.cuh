@@ -104,6 +104,17 @@ CF_DEVICE const Parts<Fragment>& operand(const Parts<Fragment>& x) {
   return x;
 }
 
+// What a reader finds at (i, j), and the rests `down` and `across` from there if there are any.
+template <int rests, typename Reader>
+CF_DEVICE auto load_parts(const Reader& reader, int i, int j, int down, int across) {
+  const auto high = reader.load_part(i, j);
+  if constexpr (rests > 0) {
+    return Parts<decltype(reader.load_part(i, j))>{high, reader.load_part(i + down, j + across)};
+  } else {
+    return high;
+  }
+}
+
 // A tile in shared memory as fragments of A. Layout::row: the tile is [m, k]; Layout::col: [k, m].
 // rests: rows from the tile to a second one, which has the rests of its elements; 0: there is none.
 template <typename Config, Layout layout, int pitch, Order order = Order::paired, int rests = 0>
@@ -124,12 +135,7 @@ struct ReaderA {
 
   // The fragment whose corner is element (i, k) of A, in two parts if they are there.
   CF_DEVICE auto load(int i, int k) const {
-    if constexpr (rests > 0) {
-      return Parts<typename F::A>{load_part(i, k),
-                                  row ? load_part(i + rests, k) : load_part(i, k + rests)};
-    } else {
-      return load_part(i, k);
-    }
+    return load_parts<rests>(*this, i, k, row ? rests : 0, row ? 0 : rests);
   }
   CF_DEVICE typename F::A load_part(int i, int k) const {
     typename F::A a;
@@ -168,12 +174,7 @@ struct ReaderB {
 
   // The fragment whose corner is element (k, j) of B, in two parts if they are there.
   CF_DEVICE auto load(int k, int j) const {
-    if constexpr (rests > 0) {
-      return Parts<typename F::B>{load_part(k, j),
-                                  row ? load_part(k + rests, j) : load_part(k, j + rests)};
-    } else {
-      return load_part(k, j);
-    }
+    return load_parts<rests>(*this, k, j, row ? rests : 0, row ? 0 : rests);
   }
   CF_DEVICE typename F::B load_part(int k, int j) const {
     typename F::B b;
@@ -229,18 +230,36 @@ CF_DEVICE void add_product(Sums<Config>& sums, const OperandA& a, const OperandB
   }
 }
 
-// total += sums, by ordinary additions; total = sums if they are the first.
+// total += large sums, by ordinary additions, and those start anew; total = them if they are the
+// first. The small ones go on: what the tensor cores cut off them is nothing beside the large.
 template <typename Config, int M, int N>
-CF_DEVICE void add_totals(typename Fragments<Config>::C (&total)[M][N],
-                          const Sums<Config> (&sums)[M][N], bool first) {
+CF_DEVICE void add_large(typename Fragments<Config>::C (&total)[M][N], Sums<Config> (&sums)[M][N],
+                         bool first) {
 #pragma unroll
   for (int i = 0; i < M; ++i) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        const auto x = sums[i][j].total(e);
+        const auto x = sums[i][j].large.x[e];
         total[i][j].x[e] = first ? x : total[i][j].x[e] + x;
+        sums[i][j].large.x[e] = 0;
+      }
+    }
+  }
+}
+
+// total += small sums, once all products are there.
+template <typename Config, int M, int N>
+CF_DEVICE void add_small(typename Fragments<Config>::C (&total)[M][N],
+                         const Sums<Config> (&sums)[M][N]) {
+  if constexpr (Config::precision == 2) {
+#pragma unroll
+    for (int i = 0; i < M; ++i) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) total[i][j].x[e] += sums[i][j].small.x[e];
       }
     }
   }

@@ -101,7 +101,7 @@ struct OnlineSoftmax {
       T& m_row = m[i / 2][i % 2];
       const T highest = top[i / 2][i % 2];
       const T m_new = passes_by(highest, m_row) ? highest : m_row;
-      const T alpha = m_row == -inf<T>() ? T(0) : exp2((m_row - m_new) * factor);
+      const T alpha = m_row == -inf<T>() ? T(0) : exp2_of(m_row - m_new, factor);
       m_row = m_new;
       if constexpr (narrow) keep_reference(i, m_new * factor, S[i / 2]);
       l[i / 2][i % 2] *= alpha;
@@ -152,7 +152,7 @@ struct OnlineSoftmax {
         if constexpr (narrow) {
           value = exp2(fmaf(value, factor, -after[i][half]));
         } else {
-          value = exp2((value - before[i][half]) * factor);
+          value = exp2_of(value - before[i][half], factor);
         }
         sum[i][half] += value;                          // of the unrounded P
       }

@@ -35,12 +35,14 @@ template <typename Config, int depth, int M, int N, typename ReadA, typename Rea
 CF_DEVICE void multiply_scores(typename Fragments<Config>::C (&S)[M][N], const ReadA& A,
                                const ReadB& B, int row, int column) {
   using F = Fragments<Config>;
-  constexpr int piece = chain_depth<Config>() > 0 ? chain_depth<Config>() : depth;
+  constexpr int piece = chain_depth<Config>() > 0 ? min(chain_depth<Config>(), depth) : depth;
   static_assert(depth % piece == 0, "head dims must be padded to whole chains");
+  // In float64 longer code spills.
+  constexpr int unrolled = sizeof(typename F::T) == 8 && piece > 64 ? 4 : piece;
+  Sums<Config> sums[M][N];
 #pragma unroll 2
   for (int k0 = 0; k0 < depth; k0 += piece) {
-    Sums<Config> sums[M][N];
-#pragma unroll
+#pragma unroll unrolled
     for (int k = 0; k < piece; k += F::depth) {
       decltype(operand<Config>(typename F::A{})) a[M];
 #pragma unroll
@@ -52,8 +54,9 @@ CF_DEVICE void multiply_scores(typename Fragments<Config>::C (&S)[M][N], const R
         for (int i = 0; i < M; ++i) add_product<Config, true>(sums[i][j], a[i], b);
       }
     }
-    add_totals<Config>(S, sums, k0 == 0);
+    add_large<Config>(S, sums, k0 == 0);
   }
+  add_small<Config>(S, sums);
 }
 
 // acc [M, N] of fragments += A B, with A [M, K] in registers.
@@ -127,7 +130,7 @@ struct Exponential {
   CF_DEVICE static float power(float x) {
     return Config::precision == 2 ? exp(x) : exp2(x * 1.44269504f);
   }
-  CF_DEVICE static double power(double x) { return exp2(x * 1.4426950408889634); }
+  CF_DEVICE static double power(double x) { return exp2_of(x, 1.4426950408889634); }
 };
 
 // What a lane knows of its four rows of fragments in column j: two pairs of neighbours.

@@ -241,10 +241,10 @@ struct Step {
     const int first = some ? seen.first : 0, end = some ? seen.end : Config::Bc;
     constexpr int chain = Config::precision == 2 ? chain_depth<Config>() : Config::Bc;
     constexpr int unrolled = hidden && Config::precision != 2 ? 1 : 8;
+    Sums<Config> piece[S::dq_rows][S::dq_columns];
 #pragma unroll 1
     for (int k0 = 0; k0 < Config::Bc; k0 += chain) {
       if (hidden && (k0 + chain <= first || k0 >= end)) continue;
-      Sums<Config> piece[S::dq_rows][S::dq_columns];
 #pragma unroll unrolled
       for (int x = 0; x < chain; x += F::depth) {
         const int k = k0 + x;
@@ -263,8 +263,9 @@ struct Step {
           for (int i = 0; i < S::dq_rows; ++i) add_product<Config>(piece[i][j], a[i], b);
         }
       }
-      add_totals<Config>(dq, piece, chain == Config::Bc);
+      add_large<Config>(dq, piece, chain == Config::Bc);
     }
+    add_small<Config>(dq, piece);
     sums += dq_offset<Config>(S::dq_row(), column, 0, here());
 #pragma unroll
     for (int i = 0; i < S::dq_rows; ++i) {

@@ -107,13 +107,12 @@ CF_DEVICE void split(const Fragment& x, Fragment& high, Fragment& low) {
   }
 }
 
-// c += A B over a depth of one chain, fragment (i, j) of the product starting at (row, column).
+// large + small += A B over a depth of one chain, of the fragment that starts at (row, column).
 template <typename Config, typename OperandA, typename OperandB>
-CF_DEVICE void add_chain(typename Wmma<Config>::C& c, OperandA A, OperandB B, int row, int column,
-                         int k0, int k_end) {
+CF_DEVICE void add_chain(typename Wmma<Config>::C& large, typename Wmma<Config>::C& small,
+                         OperandA A, OperandB B, int row, int column, int k0, int k_end) {
   using W = Wmma<Config>;
   constexpr Layout la = OperandA::layout, lb = OperandB::layout;
-  typename W::C large = {}, small = {};
   for (int k = k0; k < k_end; k += W::depth) {
     typename W::A a;
     typename W::B b;
@@ -131,8 +130,27 @@ CF_DEVICE void add_chain(typename Wmma<Config>::C& c, OperandA A, OperandB B, in
       W::template mma<la, lb>(large, a, b);
     }
   }
+}
+
+// c += A B of the fragment that starts at (row, column), chain by chain; the small sums of 3xTF32,
+// next to which nothing is lost, as a whole.
+template <typename Config, typename OperandA, typename OperandB>
+CF_DEVICE void add_chains(typename Wmma<Config>::C& c, OperandA A, OperandB B, int row, int column,
+                          int k0, int k_end) {
+  using C = typename Wmma<Config>::C;
+  constexpr int chain = chain_depth<Config>(), sums = int(sizeof(c.x) / sizeof(c.x[0]));
+  C small = {};
+#pragma unroll 1
+  for (int k = k0; k < k_end; k += chain) {
+    C large = {};
+    add_chain<Config>(large, small, A, B, row, column, k, min(k + chain, k_end));
 #pragma unroll
-  for (int e = 0; e < int(sizeof(c.x) / sizeof(c.x[0])); ++e) c.x[e] += large.x[e] + small.x[e];
+    for (int e = 0; e < sums; ++e) c.x[e] += large.x[e];
+  }
+  if constexpr (Config::precision == 2) {
+#pragma unroll
+    for (int e = 0; e < sums; ++e) c.x[e] += small.x[e];
+  }
 }
 
 // acc += A B over the depths k0 ... k_end, with A [M, ...] and B [..., N].
@@ -142,17 +160,13 @@ CF_DEVICE void add_product(Accumulators<Config, M, N>& acc, OperandA A, OperandB
   using W = Wmma<Config>;
   using Acc = Accumulators<Config, M, N>;
   constexpr Layout la = OperandA::layout, lb = OperandB::layout;
-  constexpr int chain = chain_depth<Config>();
-  if constexpr (chain > 0) {
-#pragma unroll 1
-    for (int k = k0; k < k_end; k += chain) {
+  if constexpr (chain_depth<Config>() > 0) {
 #pragma unroll
-      for (int j = 0; j < Acc::columns; ++j) {
-        if (!acc.owns(j)) continue;
+    for (int j = 0; j < Acc::columns; ++j) {
+      if (!acc.owns(j)) continue;
 #pragma unroll
-        for (int i = 0; i < Acc::rows; ++i) {
-          add_chain<Config>(acc.x[i][j], A, B, acc.row(i), acc.column(j), k, min(k + chain, k_end));
-        }
+      for (int i = 0; i < Acc::rows; ++i) {
+        add_chains<Config>(acc.x[i][j], A, B, acc.row(i), acc.column(j), k0, k_end);
       }
     }
   } else {
