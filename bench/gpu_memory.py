@@ -66,7 +66,7 @@ def peak():
         arguments = {"forward": (q, q, q), "backward": (q, q, q, q, out, lse)}
         results = {"forward": out.nbytes + lse.nbytes, "backward": 3 * q.nbytes}
         for direction, (bind, function) in PASSES.items():
-            problem, _ = bind(*arguments[direction], Options(causal=True))
+            problem, *_ = bind(*arguments[direction], Options(causal=True))
             plan = make_plan(direction, problem, device.gpu(q.device.id))
             taken = pool_bytes(function, *arguments[direction])
             allowed = results[direction] + plan.workspace_bytes + 8 * GRAIN

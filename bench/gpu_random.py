@@ -99,7 +99,7 @@ def expected(case, wide):
 def tile_of(case, where):
     """Br and Bc of the forward kernel; every row's lazy reference follows its key tiles."""
     x = inputs(case)
-    problem, _ = describe(x.q, x.k, x.v, Options(**x.options))
+    problem = describe(x.q, x.k, x.v, Options(**x.options))
     config = make_plan("forward", problem, where).launches[0].config
     return config.Br, config.Bc
 
@@ -141,7 +141,7 @@ def needed(options):
     where, units = device.gpu(0), {}
     for index in range(options.count):
         x = inputs(draw(options.seed, index, options.plain)[0])
-        problem, _ = describe(x.q, x.k, x.v, Options(**x.options))
+        problem = describe(x.q, x.k, x.v, Options(**x.options))
         for direction in ("forward", "backward"):
             units |= dict.fromkeys(units_of(make_plan(direction, problem, where)))
     return list(units)

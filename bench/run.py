@@ -146,7 +146,7 @@ def kernels_of(cell):
     window = (cell.window - 1, 0) if cell.window else None
     options = Options(causal=cell.causal, window=window, precision=cell.precision)
     try:
-        problem, _ = describe(q, k, v, options)
+        problem = describe(q, k, v, options)
         with device_of(cell.portable):
             return units_of(make_plan(cell.direction, problem, device.gpu(0)))
     except Exception as error:

@@ -9,8 +9,8 @@ from . import device
 from .bind import Options, bind_backward, bind_forward, describe
 from .plan import make_plan
 
-# Whether every call says on stderr what it runs. Read once: the environment is slow to look at.
 _NO_OPTIONS = Options()
+# Whether every call says on stderr what it runs. Read once: the environment is slow to look at.
 _PRINTS_PLANS = os.environ.get("CUPY_FLASH_PRINT_PLAN") == "1"
 
 

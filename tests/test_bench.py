@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -238,3 +239,20 @@ def test_portable_cells_are_planned_without_wgmma(monkeypatch):
             assert device.gpu(0).wgmma is wgmma
             assert device.gpu(0) is device.gpu(0)
     _without_wgmma.cache_clear()
+
+
+def test_the_kernels_of_every_family_and_of_drawn_problems_are_known(monkeypatch):
+    """Without a GPU: they are compiled before they are needed, and a line names their sources."""
+    pytest.importorskip("cupy")
+    import gpu_random
+    from run import kernels_of
+
+    hopper = device.GpuDevice(0, "a pretended H200", 90, 132, 227 * 1024, wgmma=True)
+    monkeypatch.setattr(device, "gpu", lambda number: hopper)
+    for family in FAMILIES:
+        for one in select([family], lengths=(1024,))[:1] or select([family])[:1]:
+            assert kernels_of(one), one.name
+    drawn = [gpu_random.draw(0, index, plain)[0] for index in range(4) for plain in (False, True)]
+    assert all(len(gpu_random.tile_of(case, hopper)) == 2 for case in drawn)
+    for plain in (False, True):
+        assert gpu_random.needed(SimpleNamespace(count=4, seed=0, plain=plain))
