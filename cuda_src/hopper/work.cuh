@@ -62,6 +62,7 @@ CF_DEVICE void find_key_tiles(Work& w, const HopperForwardParams& p, int64 offse
 template <typename Config>
 struct Turns {
   const HopperForwardParams& p;
+  const int most = section_heads();        // heads of a section
   int turn = 0;
   int section = 0;         // the turn's section, and which of the section's turns it is
   int head = 0, tile = 0;  // of the task
@@ -69,12 +70,20 @@ struct Turns {
   CF_DEVICE int tiles() const { return ceil_div(p.pack * int(p.Nq), Config::Br); }
   CF_DEVICE int heads() const { return int(p.batch) * (int(p.heads_q) / p.pack); }
 
+  // A few more than the planner asks for, where their tiles then fill turns, there and back.
+  CF_DEVICE int section_heads() const {
+    const int there_and_back = 2 * int(gridDim.x);
+    const int turns = ceil_div(p.section * tiles(), there_and_back) * there_and_back;
+    const int filling = turns / tiles();
+    return filling >= p.section && filling - p.section <= p.section / 16 ? filling : p.section;
+  }
+
   // The next task; false if there is none.
   CF_DEVICE bool next() {
     const int blocks = int(gridDim.x), block = int(blockIdx.x);
     while (true) {
-      const int first = section * max(p.section, 1);
-      const int here = p.section == 0 ? heads() : min(p.section, heads() - first);
+      const int first = section * most;
+      const int here = p.section == 0 ? heads() : min(most, heads() - first);
       if (here <= 0) return false;
       const bool back = (turn + section) % 2 != 0;
       const int place = turn * blocks + (back ? blocks - 1 - block : block);
