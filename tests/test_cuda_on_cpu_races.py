@@ -138,7 +138,7 @@ WAITS = [f"{name}:0" for name in ("q_full", "k_full", "v_full", "k_empty", "v_em
 WAITS += [line_of("hopper/consumer.cuh", text) for text in (
     "ptx::fence_async_reads();", "ptx::named_barrier_any(7,", "ptx::named_barrier_wait(7,")]
 WAITS += [line_of("hopper/store.cuh", text) for text in (
-    "// the place is free", "ptx::fence_async_reads();", "// all lanes have written")]
+    "// the places are free", "ptx::fence_async_reads();", "// all lanes have written")]
 FORMS = {
     "registers": registers("bfloat16", 32, 16, 2),
     "Q in registers": registers("float16", 64, 32, 4, keep_Q=True),

@@ -55,10 +55,16 @@ struct Producer {
     load_panels<Config::d_v, Config::Bc>(tiles.V(stage), p.v_map, tiles.v().full(stage), key0,
                                          head_k, b);
   }
-  // All blocks begin works at about the same time, and their first keys are far away. Q and V as
-  // well would be too much: the TMA unit has the running work's tiles to load.
-  CF_DEVICE void fetch_first_keys(const Work& w) const {
+  // What the next work needs first may be far away. It is asked for late, behind the last keys of
+  // the work before: what the L2 cache fetches is not loaded for the consumers meanwhile.
+  CF_DEVICE void fetch_ahead(const Work& w) const {
+    if (w.b < 0) return;
     load_panels<Config::d, Config::Bc>(0, p.k_map, 0, w.last_tile, w.head_k, w.b, true);
+    if (!ONE_Q) return;
+    const int query = w.query(0, p.pack), step = 64 / p.pack;
+    for (int group = 0; group < Traits::groups; ++group) {
+      load_panels<Config::d, 64>(0, p.q_map, 0, w.head, query + group * step, w.b, true);
+    }
   }
 
   // Finds the next work with keys, and hands it to the consumers.
@@ -72,7 +78,6 @@ struct Producer {
       w.b = -1;
     }
     ptx::barrier_arrive(tiles.work().full(at.stage()));
-    if (w.b >= 0 && at.count != 0) fetch_first_keys(w);
   }
 
   // In the order in which tiles are needed and places become free: V after the next tile's K, also
@@ -101,6 +106,7 @@ struct Producer {
       load_K(w.head_k, w.b, key0);
       if (values >= 0) load_V(head_k, b, values);
       if (first && ONE_Q) load_Q(w);
+      if (!first && key0 == first_tile) fetch_ahead(tiles.works[next.stage()]);
       head_k = w.head_k;
       b = w.b;
       values = key0;

@@ -50,25 +50,26 @@ CF_DEVICE void close_rows(const HopperForwardParams& p, const Work& w, int r, co
   }
 }
 
-// out = acc / l by the TMA unit. The warp puts its 16 rows into shared memory, panel by panel, has
-// them copied and goes on; a place is filled again once its copy has been read. Rows and columns
-// outside of the array are left out by the copy.
+// out = acc / l by the TMA unit. The warp puts panels of its 16 rows into shared memory, as many as
+// have a place, has them copied and goes on; places are filled again once the copies have been read.
+// Rows and columns outside of the array are left out by the copies.
 template <typename Config>
 CF_DEVICE void store_panels(const HopperForwardParams& p, const HopperForwardTiles<Config>& tiles,
                             const Work& w, int group, const float (&acc)[Config::d_v / 2],
                             const float (&factor)[2]) {
-  constexpr int places = HopperForwardTraits<Config>::out_places;
+  using Traits = HopperForwardTraits<Config>;
+  constexpr int place_bytes = panels_bytes(16, PANEL);
   const int warp = 4 * group + int(threadIdx.x) % 128 / 32, lane = int(threadIdx.x) % 32;
   const int head = w.head_of(16 * warp, p.pack), query = w.query(16 * warp, p.pack);
   // Of the matrices that a lane's rows belong to, two lie below each other and two side by side.
   const SmemAddress own_row = tiles.out(warp) + lane % 16 * PANEL_ROW_BYTES;
 #pragma unroll
-  for (int panel = 0; panel < ceil_div(Config::d_v, PANEL); ++panel) {
-    const int place = panel % places * panels_bytes(16, PANEL);
-    if (lane == 0) ptx::stores_read<places - 1>();
-    __syncwarp();                                       // the place is free
+  for (int first = 0; first < Traits::out_panels; first += Traits::out_places) {
+    const int end = min(first + Traits::out_places, Traits::out_panels);
+    if (lane == 0) ptx::stores_read<0>();
+    __syncwarp();                                       // the places are free
 #pragma unroll
-    for (int block = 4 * panel; block < min(4 * panel + 4, Config::d_v / 16); ++block) {
+    for (int block = 4 * first; block < min(4 * end, Config::d_v / 16); ++block) {
       uint32 word[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -77,13 +78,17 @@ CF_DEVICE void store_panels(const HopperForwardParams& p, const HopperForwardTil
         // A select: the accumulators of a row without keys may hold NaN.
         word[j] = f != 0.f ? ptx::pack<typename Config::element>(acc[i] * f, acc[i + 1] * f) : 0;
       }
-      const int chunk = block % 4 * 2 + lane / 16;
+      const int place = (block / 4 - first) * place_bytes, chunk = block % 4 * 2 + lane / 16;
       ptx::store_matrices(own_row + place + (chunk ^ lane % 8) * 16, word);
     }
     ptx::fence_async_reads();
     __syncwarp();                                       // all lanes have written and fenced
     if (lane == 0) {
-      ptx::store_box(p.out_map, tiles.out(warp) + place, panel * PANEL, head, query, w.b);
+#pragma unroll
+      for (int panel = first; panel < end; ++panel) {
+        ptx::store_box(p.out_map, tiles.out(warp) + (panel - first) * place_bytes, panel * PANEL,
+                       head, query, w.b);
+      }
       ptx::stores_commit();
     }
   }
