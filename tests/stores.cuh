@@ -25,7 +25,8 @@ CF_DEVICE void store_rows(const StoreParams& p) {
     for (int chunk = 0; chunk < 8; chunk += 2) {
       uint32 x[4];
       for (int m = 0; m < 4; ++m) {
-        const int row = lane / 4 + m % 2 * 8, column = panel * PANEL + (chunk + m / 2) * 8 + column0;
+        const int row = lane / 4 + m % 2 * 8;
+        const int column = panel * PANEL + (chunk + m / 2) * 8 + column0;
         x[m] = ptx::pack<T>(stored(row, column), stored(row, column + 1));
       }
       const int own = (chunk + lane / 16) ^ lane % 8;

@@ -185,8 +185,10 @@ def test_bias_and_mask_are_read_beside_the_products(changes):
     (launch,) = make_plan("forward", problem(**changes), HOPPER).launches
     constants = dict(launch.config.constants)
     assert launch.entry == "hopper_forward" and constants["holes"] == 1
-    (plain,) = make_plan("forward", problem(), HOPPER).launches
+    (plain,) = make_plan("forward", problem(Nq=3000), HOPPER).launches
     assert dict(plain.config.constants)["holes"] == 0 and plain.config.Br == 192
+    (launch,) = make_plan("forward", problem(**changes, Nq=3000), HOPPER).launches
+    assert launch.config.Br == 128
 
 
 def test_other_gpus_do_not_get_it():
@@ -203,8 +205,9 @@ def test_arrays_begin_on_borders(name):
         assert launch.entry == "hopper_forward" and launch.resident
 
 
-@pytest.mark.parametrize("N, mask, Br", [(1024, Mask(), 192), (1024, Mask(right=0), 128),
+@pytest.mark.parametrize("N, mask, Br", [(4096, Mask(), 192), (1024, Mask(right=0), 128),
                                          (256, Mask(), 128), (16384, Mask(right=0), 192),
+                                         (1024, Mask(), 128), (2048, Mask(right=0), 128),
                                          (16384, Mask(right=0, q_offset=-16000), 128)])
 def test_short_rows_get_tiles_that_they_fill(N, mask, Br):
     (config, *_), _ = cuda_hopper.choose(problem(Nq=N, Nk=N, mask=mask), HOPPER)

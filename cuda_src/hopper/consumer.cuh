@@ -121,6 +121,12 @@ struct Consumer {
     ptx::settle(P);
   }
 
+  // Whether the warp's rows see nothing of the second half of a tile that hides keys.
+  CF_DEVICE bool sees_half(const Work& w, int key0) const {
+    if (!Traits::halves) return false;
+    const int last = 64 * group + int(threadIdx.x) % 128 / 32 * 16 + 15;
+    return ptx::uniform(w.end_key(w.query(last, p.pack)) <= key0 + Config::Bc / 2);
+  }
   // S = -inf where a row does not see a key.
   CF_DEVICE void hide(const Work& w, int column0) {
     KeyRange visible[2];
@@ -132,10 +138,9 @@ struct Consumer {
     hide_keys(S, visible, column0);
   }
 
-  // Zeroes those of the keys first ... last - 1 of the key tile's V that are hidden from all rows of
-  // the work: whatever they hold must not matter, and 0 * NaN is NaN. Each consumer does all of it,
-  // so that none has to wait for the others: zeros meet zeros there, which a checker of races may
-  // report.
+  // Zeroes those of the keys first ... last - 1 of the key tile's V that no row of the work sees:
+  // whatever they hold must not matter, and 0 * NaN is NaN. Each consumer does all of it, so that
+  // none has to wait for the others: zeros meet zeros there, which a checker of races may report.
   template <typename Hidden>
   CF_DEVICE void zero_values(int first, int last, const Hidden& hidden) const {
     tiles.v().wait(place.before(), "v_full");
@@ -212,10 +217,11 @@ struct Consumer {
     if constexpr (Config::features) finish_scores(S, p, w, row(), column0);
     if constexpr (Config::holes) read_scores(S, p, w, row(), column0);
     const bool hides = w.hides(key0);
+    const bool half = hides && sees_half(w, key0);
     if (hides) hide(w, column0);
     uint32 seen = 0;
     if constexpr (Config::holes) seen = seen_columns(S, w, row());
-    const bool moved = softmax_step(S, state, factor, first, lazy, p);
+    const bool moved = softmax_step(S, state, factor, first, half, lazy, p);
     // Left to itself, ptxas moves the wait up, before the exponentials that are to run beside the
     // products, or those down behind it. A loop that depends on their sum keeps both in place; the
     // sum is no negative number, so the loop ends at once.
@@ -257,7 +263,7 @@ struct Consumer {
         finish_scores(S, p, w, row(), key0 - i * Config::Bc + 2 * (int(threadIdx.x) % 4));
       }
       float sum[2];
-      exponentials(S, state.m_ref, p.unit, sum);
+      exponentials(S, false, state.m_ref, p.unit, sum);
       // The wait stays behind the barrier. The vote tells the compiler that lanes do not part here.
       bool passed = sum[0] > p.most || sum[1] > p.most;
       passed = __any_sync(0xFFFFFFFF, ptx::named_barrier_any(4 + group, 128, passed));

@@ -33,13 +33,18 @@ struct RowState {
 
 
 // The largest of the thread's S in each row, in four chains a row: one would wait for itself.
+// half: only the first half of the columns counts.
 template <int n>
-CF_DEVICE void row_maxima(const float (&S)[n], float (&m)[2]) {
+CF_DEVICE void row_maxima(const float (&S)[n], bool half, float (&m)[2]) {
   float chain[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) chain[i] = S[i];
 #pragma unroll
-  for (int i = 8; i < n; ++i) chain[i % 8] = fmaxf(chain[i % 8], S[i]);
+  for (int i = 8; i < n / 2; ++i) chain[i % 8] = fmaxf(chain[i % 8], S[i]);
+  if (!half) {
+#pragma unroll
+    for (int i = n / 2; i < n; ++i) chain[i % 8] = fmaxf(chain[i % 8], S[i]);
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     m[r] = fmaxf(fmaxf(chain[2 * r], chain[2 * r + 1]), fmaxf(chain[2 * r + 4], chain[2 * r + 5]));
@@ -62,14 +67,24 @@ CF_DEVICE float move_reference(RowState& state, int r, float top, float lazy,
   return empty || !move ? 1.f : ptx::exp2_approx((m - m_new) * p.unit);
 }
 
-// S -> P in place, and the sums of a thread's part of each row of the unrounded P.
+// S -> P in place, and the sums of a thread's part of each row of the unrounded P. half: P is 0 in
+// the second half of the columns.
 template <int n>
-CF_DEVICE void exponentials(float (&S)[n], const float (&m_ref)[2], float unit, float (&sum)[2]) {
+CF_DEVICE void exponentials(float (&S)[n], bool half, const float (&m_ref)[2], float unit,
+                            float (&sum)[2]) {
   float part[8] = {};
 #pragma unroll
-  for (int i = 0; i < n; ++i) {
-    S[i] = ptx::exp2_approx(fmaf(S[i], unit, -m_ref[row_of(i)]));
-    part[i % 8] += S[i];
+  for (int start = 0; start < n; start += n / 2) {
+    if (start > 0 && half) {
+#pragma unroll
+      for (int i = start; i < n; ++i) S[i] = 0.f;
+    } else {
+#pragma unroll
+      for (int i = start; i < start + n / 2; ++i) {
+        S[i] = ptx::exp2_approx(fmaf(S[i], unit, -m_ref[row_of(i)]));
+        part[i % 8] += S[i];
+      }
+    }
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -80,12 +95,12 @@ CF_DEVICE void exponentials(float (&S)[n], const float (&m_ref)[2], float unit, 
 // S -> P in place; l moves on. Returns whether the warp has to scale its accumulators by alpha: the
 // reference of a row moves only when the row's maximum passes it by the lazy threshold. The four
 // threads of a row look at the whole row only if that may be so. first: there is nothing to scale,
-// and alpha stays what it is.
+// and alpha stays what it is. half: the warp sees nothing of the second half of the columns.
 template <int n>
 CF_DEVICE bool softmax_step(float (&S)[n], RowState& state, float (&alpha)[2], bool first,
-                            const float (&lazy)[2], const HopperForwardParams& p) {
+                            bool half, const float (&lazy)[2], const HopperForwardParams& p) {
   float m[2];
-  row_maxima(S, m);                                     // fmaxf drops a NaN; it shows up in P
+  row_maxima(S, half, m);                                // fmaxf drops a NaN; it shows up in P
   const bool moves = fmaf(m[0], p.unit, -state.m_ref[0]) > lazy[0]
                      || fmaf(m[1], p.unit, -state.m_ref[1]) > lazy[1];
   const bool any = __any_sync(0xFFFFFFFF, moves);
@@ -107,7 +122,7 @@ CF_DEVICE bool softmax_step(float (&S)[n], RowState& state, float (&alpha)[2], b
     }
   }
   float sum[2];
-  exponentials(S, m_ref, p.unit, sum);
+  exponentials(S, half, m_ref, p.unit, sum);
 #pragma unroll
   for (int r = 0; r < 2; ++r) state.l[r] += sum[r];
   return any;

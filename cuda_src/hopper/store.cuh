@@ -51,8 +51,8 @@ CF_DEVICE void close_rows(const HopperForwardParams& p, const Work& w, int r, co
 }
 
 // out = acc / l by the TMA unit. The warp puts panels of its 16 rows into shared memory, as many as
-// have a place, has them copied and goes on; places are filled again once the copies have been read.
-// Rows and columns outside of the array are left out by the copies.
+// have a place, has them copied and goes on; places are filled again once they have been read. Rows
+// and columns outside of the array are left out by the copies.
 template <typename Config>
 CF_DEVICE void store_panels(const HopperForwardParams& p, const HopperForwardTiles<Config>& tiles,
                             const Work& w, int group, const float (&acc)[Config::d_v / 2],
