@@ -17,7 +17,7 @@ from cupy_flash.backends.cuda.unit import ELEMENTS
 COLUMNS, SMEM_BYTES = 128, 2048
 # Rows, heads of each and columns that the array has, of [8, 2, 104] elements in memory; the boxes
 # have 8 rows of 2 heads.
-SHAPE, INSIDE = (8, 2, 104), (6, 2, 100)
+SHAPE, INSIDE = (8, 2, 104), (6, 2, 96)
 OUTSIDE = 99
 TEXT = """\
 #include "{header}"

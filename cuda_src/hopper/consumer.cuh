@@ -252,10 +252,11 @@ struct Consumer {
     place.count = ptx::uniform(place.count);
     const ptx::Descriptor q = Q(), k = K(), v = V();
     if (count <= 0) return 0;
-    tiles.k().wait(place, "k_full");
-    tiles.v().wait(place.before(), "v_full");
+    bool has_K = false, has_V = false;
 #pragma unroll 1
     for (int i = 0;; ++i) {
+      if (!has_K) tiles.k().wait(place, "k_full");
+      if (!has_V) tiles.v().wait(place.before(), "v_full");
       start(q, k, v, false);
       ptx::products_wait<1>();
       ptx::settle(S);
@@ -278,13 +279,12 @@ struct Consumer {
       tiles.v().release(place.before());
       ++place.count;
       // Asked early, for the answers take a while.
-      const bool has_K = tiles.k().has(place), has_V = tiles.v().has(place.before());
+      has_K = tiles.k().has(place);
+      has_V = tiles.v().has(place.before());
 #pragma unroll
       for (int r = 0; r < 2; ++r) state.l[r] += sum[r];
       round_P();
       if (i + 1 == count) return count;
-      if (!has_K) tiles.k().wait(place, "k_full");
-      if (!has_V) tiles.v().wait(place.before(), "v_full");
     }
   }
 

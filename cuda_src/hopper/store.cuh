@@ -141,6 +141,7 @@ CF_DEVICE void store_rows(const HopperForwardParams& p, const Work& w, int r,
 template <typename Z>
 CF_DEVICE void store_nothing(const HopperForwardParams& p, const Work& w) {
   const int zeros = int(p.d_v) * (p.out.kind == FLOAT32 ? 4 : 2) / int(sizeof(Z));
+#pragma unroll 1
   for (int i = int(threadIdx.x) % 32; i < w.count * zeros; i += 32) {
     const int r = i / zeros;
     at<Z>(row_address(p, p.out, w.out, w, r) + int(sizeof(Z)) * (i % zeros)) = Z{};

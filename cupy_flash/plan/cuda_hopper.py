@@ -27,7 +27,8 @@ SCALES = 2.0**-60, 2.0**60
 class Row(NamedTuple):
     """A row of the table: rows and keys of a tile, the widest head dims, and what it is for.
 
-    `pace`: how many scores a multiprocessor gets done, in units of the other rows for these widths.
+    `pace`: how many scores a multiprocessor gets done, in units of the other rows for these widths;
+    `masked`: the same where the rows of a tile do not see the same keys.
     """
 
     Br: int
@@ -36,6 +37,7 @@ class Row(NamedTuple):
     d_v: int
     reason: str
     pace: float = 1.0
+    masked: float = 1.0
 
 
 # Among rows of the smallest widths that suffice, the one that is done first is taken. Rows of a
@@ -43,9 +45,9 @@ class Row(NamedTuple):
 ROWS = (
     Row(192, 128, 64, 64, "three consumers: the accumulators of d_v = 64 leave room for them"),
     # Three consumers hide each other's softmax better than two, 587 against 486 TFLOP/s at 16,384
-    # keys on an H200, but their tiles begin and end longer: 370 against 397 at 2,048 (causal).
+    # keys on an H200, but two take fewer exponentials of a tile that a diagonal crosses.
     Row(128, 128, 64, 64, "two consumers: tiles of 192 rows waste much of a short diagonal, and "
-        "leave no registers for bias and mask", 0.9),
+        "leave no registers for bias and mask", 0.85, 0.94),
     Row(128, 128, 128, 128, "two consumers, as many keys as rows"),
     Row(128, 128, 192, 128, "two consumers, as many keys as rows"),
     Row(128, 96, 192, 192, "two consumers, and the keys that fit in shared memory"),
@@ -62,7 +64,7 @@ def choose(problem, device):
     crowded = reads_scores(problem)
     row = min((row for row in ROWS if problem.d <= row.d and problem.d_v <= row.d_v),
               key=lambda row: (row.d, row.d_v, crowded and row.Br > 128,
-                               scores_of(problem, row) / row.pace))
+                               scores_of(problem, row) / pace_of(problem, row)))
     config = config_of(problem, row)
     tasks = count_tasks(problem, config)
     if 2 * tasks < device.sms and problem.Nk > MANY_KEYS:
@@ -111,8 +113,8 @@ def loadable(shape, strides):
 def narrow(problem):
     """How results are stored: 0 as wide as it goes, 1 by pairs, 2 one by one.
 
-    Those of 16 bits leave by the TMA unit if it can walk their array. Pairs must lie on borders of
-    their size.
+    Those of 16 bits leave by the TMA unit if it can walk their array and rows are whole 16 bytes:
+    whatever lies behind a row must stay as it is. Pairs must lie on borders of their size.
     """
     size = 4 if problem.out_dtype == "float32" else 2
     row = problem.d_v * size
@@ -120,7 +122,7 @@ def narrow(problem):
     for name, shape, strides, *_ in problem.layouts:
         if name == "out":
             steps = [s for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1]
-    if size == 2 and all(step > 0 and step % BORDER == 0 for step in steps):
+    if size == 2 and all(step > 0 and step % BORDER == 0 for step in (row, *steps)):
         return 0
     if any(step % (2 * size) for step in (row, *steps)):
         return 2
@@ -141,11 +143,21 @@ def count_tasks(problem, config):
     return p.batch * p.heads_q // pack * ceil(pack * p.Nq / config.Br)
 
 
+def sees_all(problem):
+    """Whether no row has keys hidden behind it by its position."""
+    return problem.mask.right >= problem.Nk
+
+
+def pace_of(problem, row):
+    """How many scores are done at a time."""
+    return row.pace if sees_all(problem) else row.masked
+
+
 def scores_of(problem, row):
     """Scores that a head's tiles compute: more than there are, at the ends of rows and keys."""
     p, Br, Bc = problem, row.Br, row.Bc
     tiles = ceil(p.Nq / Br)
-    if p.mask.right >= p.Nk:
+    if sees_all(p):
         return tiles * Br * ceil(p.Nk / Bc) * Bc
     offset = p.Nk - p.Nq if p.mask.q_offset is None else p.mask.q_offset
     # In a moderate number of tiles, for what is left over at their ends matters in short rows only.
@@ -162,7 +174,7 @@ def section_of(problem, pack):
     keys of all heads are read at once: as many heads as the cache can hold the keys of.
     """
     p = problem
-    if p.mask.right >= p.Nk:
+    if sees_all(p):
         return 0
     heads_k = max(1, CACHED // (2 * p.Nk * (p.d + p.d_v)))
     return min(heads_k * (p.group // pack), p.batch * p.heads_q // pack)
