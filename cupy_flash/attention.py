@@ -168,8 +168,7 @@ def attention_backward(dout, q, k, v, out, lse, *, dlse=None, deterministic=Fals
     """
     results = _run("backward", *bind_backward(
         dout, q, k, v, out, lse, Options(**options) if options else _NO_OPTIONS, dlse=dlse,
-        deterministic=deterministic,
-        grad_dtype=grad_dtype, dq=dq, dk=dk, dv=dv,
+        deterministic=deterministic, grad_dtype=grad_dtype, dq=dq, dk=dk, dv=dv,
     ))
     return Gradients(
         results["dq"] if dq is None else dq,

@@ -24,9 +24,9 @@ from cupy_flash.plan.cuda_registers import Row
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 
-# Two warps of 16 rows each; a fragment of keys.
 # Waits and barriers of the kernel.
 PLACES = 13
+# Two warps of 16 rows each; a fragment of keys.
 SMALL = Row(32, 16, 2, 256, "of a test")
 # Two warps on each 16 rows.
 PAIRS = Row(32, 32, 4, 256, "of a test", pairs=True)

@@ -209,9 +209,10 @@ def smem_bytes(config):
     Q, KV = tile(config.Br, config.d), tile(config.Bc, config.d) + tile(config.Bc, config.d_v)
     out = tile(config.Br, PANEL) if tiled(config) else 0
     choices = (1024 + stages * KV + tiles_Q * Q for stages, tiles_Q in ((4, 2), (2, 2), (2, 1)))
-    loaded = next((bytes for bytes in choices if bytes + out <= SMEM), SMEM)
-    places = min(ceil(config.d_v / PANEL), (SMEM - loaded) // out) if out else 0
-    return loaded + places * out if places or not out else SMEM + 1
+    loaded = next((bytes for bytes in choices if bytes + out <= SMEM), SMEM + 1)
+    if loaded > SMEM or not out:
+        return loaded
+    return loaded + out * min(ceil(config.d_v / PANEL), (SMEM - loaded) // out)
 
 
 def tiled(config):

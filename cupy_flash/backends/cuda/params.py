@@ -138,7 +138,7 @@ class Template:
     def fill(self, addresses, block):
         """The struct of a call as words: addresses in the order of `names`, and of the block."""
         words = self._words[:]
-        for place, address in zip(self._places, addresses, strict=False):
+        for place, address in zip(self._places, addresses, strict=True):
             words[place] = address
         for place, offset in self._parts:
             words[place] = block + offset
