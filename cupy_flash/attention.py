@@ -100,7 +100,8 @@ def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, 
     TypeError
         An argument that is no array or number of a supported dtype, or arrays of mixed kinds.
     ValueError
-        Shapes, lengths or numbers out of range, or an `out` that overlaps an input.
+        Shapes, lengths or numbers out of range (on a GPU from 2^30 rows on), or an `out` that
+        overlaps an input.
     NotImplementedError
         A GPU older than compute capability 8.0.
 

@@ -26,7 +26,7 @@ from .arrays import (
 from .problem import UNLIMITED, Mask, Problem, accumulator_of
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, MAX_GPU_ROWS = 256, 2**30 - 1
 _BUFFERS = ("dq", "dk", "dv")
 _ARRAY_OPTIONS = ("mask", "bias", "alibi_slopes", "q_lens", "kv_lens")
 
@@ -292,13 +292,13 @@ def _check_result_buffer(name, x, shape, dtype):
 
 
 def _check_place(name, x, q):
-    """Arrays are on one device; there, elements lie on multiples of their size.
-
-    NumPy says so in `aligned`.
-    """
+    """Arrays are on one device, elements on multiples of their size: NumPy's `aligned`."""
     if x.gpu != q.gpu:
         raise ValueError(f"`{name}` is on GPU {x.gpu}, but `q` is on GPU {q.gpu}: all arrays must "
                          "be on the same GPU")
+    if x.gpu is not None and name in ("q", "k") and x.shape[-2] > MAX_GPU_ROWS:
+        raise ValueError(f"`{name}` has {x.shape[-2]} rows (shape {x.shape}), expected at most "
+                         f"{MAX_GPU_ROWS}: a GPU counts them in 32 bits")
     if x.offset % x.dtype.itemsize:
         raise ValueError(f"`{name}` starts at an address that is no multiple of its "
                          f"{x.dtype.itemsize}-byte elements, expected one: pass a copy")

@@ -42,6 +42,16 @@ def test_arrays_that_a_gpu_cannot_read(launches):
     assert launches == []
 
 
+@pytest.mark.parametrize("name", "qk")
+def test_a_sequence_too_long_for_32_bits_is_refused(launches, name):
+    short = fake(np.zeros((1, 16), np.float32))
+    long = fake(np.broadcast_to(np.float32(0), (2**30, 16)))
+    q, k = (long, short) if name == "q" else (short, long)
+    with pytest.raises(ValueError, match=rf"`{name}` has 1073741824 rows.*at most 1073741823"):
+        cf.attention(q, k, k)
+    assert launches == []
+
+
 def test_an_old_gpu_is_named(monkeypatch):
     from cupy.cuda import runtime
 
