@@ -10,13 +10,13 @@ from statistics import median
 
 from gpu_check import say
 
-KINDS = (("bfloat16", "None"), ("float32", "tf32x3"), ("float64", "None"))
+KINDS = (("bfloat16", "None"), ("float32", "tf32x3"), ("float32", "tf32"), ("float64", "None"))
 
 
 def times(options, results):
     """All measurements; nothing is judged here but printed against the goals."""
     for dtype, precision in KINDS:
-        for d in (64, 128):
+        for d in (64, 128, 256):
             with tempfile.TemporaryDirectory() as cache:
                 for state in ("cold", "disk"):
                     found = _in_new_process(cache, dtype, precision, d)
