@@ -142,7 +142,7 @@ WAITS += [line_of("hopper/store.cuh", text) for text in (
 FORMS = {
     "registers": registers("bfloat16", 32, 16, 2),
     "Q in registers": registers("float16", 64, 32, 4, keep_Q=True),
-    "Q split": registers("tf32x3", 32, 16, 2, split_Q=True),
+    "Q split, one loop": registers("tf32x3", 32, 16, 2, split_Q=True, together=True),
     "pairs": registers("bfloat16", 32, 32, 4, pairs=True, d_v=64),
     "roles": fused("bfloat16", 32, 32, 4, 2, 1, 2),
     "roles and parts, a stage": fused("float16", 32, 32, 4, 2, 2, 1),

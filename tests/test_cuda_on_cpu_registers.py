@@ -134,9 +134,10 @@ def test_keys_far_below_the_largest_have_no_weight(kind):
     ("float16", Row(64, 64, 4, 256, ""), 250, 7),
     ("float16", Row(96, 32, 2, 256, ""), 33, 70),
     ("tf32", Row(128, 32, 4, 256, ""), 72, 96),
+    ("tf32", Row(128, 32, 8, 256, "", blocks=1, together=True), 130, 250),
     ("tf32x3", Row(64, 16, 4, 256, ""), 130, 20),
-    ("tf32x3", Row(128, 32, 4, 64, "", split_Q=True), 60, 20),
-    ("tf32x3", Row(128, 48, 8, 128, "", blocks=1), 35, 120),
+    ("tf32x3", Row(128, 32, 4, 64, "", split_Q=True, together=True), 60, 20),
+    ("tf32x3", Row(128, 48, 8, 128, "", blocks=1, together=True), 35, 120),
     ("float64", Row(64, 32, 4, 256, "", keep_Q=True), 17, 48),
     ("float64", Row(64, 48, 4, 64, ""), 40, 61),
     ("float64", Row(128, 32, 8, 128, "", blocks=1), 112, 112),
@@ -156,6 +157,20 @@ def test_splitting_q_beforehand_changes_no_bit(label):
                  for row in (SMALL, SMALL._replace(split_Q=True)))
     for name, a, b in zip(("out", "lse"), got, want, strict=True):
         assert_bit_equal(name, a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_loop_or_two_give_the_same_bits(kind):
+    """Tiles that all rows see between such as some do not see, and between such as no row sees."""
+    dtype, precision = KINDS[kind]
+    for options in ({"causal": True}, {"causal": True, "window": (60, None)},
+                    {"kv_lens": (150, 40), "q_lens": (75, 20)}):
+        x = inputs(Case("loops", Nq=75, Nk=150, B=2, Hq=2, Hk=1, d=24, d_v=40, dtype=dtype,
+                        precision=precision, **options))
+        want, got = (fibers(row).forward(x.q, x.k, x.v, **x.options)
+                     for row in (SMALL, SMALL._replace(together=True)))
+        for name, a, b in zip(("out", "lse"), got, want, strict=True):
+            assert_bit_equal(name, a, b)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 40), (3, 33, 40), (1, 32, 20)], ids=str)
@@ -274,7 +289,7 @@ def test_offsets_beyond_32_bits():
 KEEPING = SMALL._replace(keep_Q=True)
 # Kind, tiles, and dtype of the results.
 FAULTY = (("bfloat16", KEEPING, None), ("float16", PAIRS, None), ("tf32", SMALL, None),
-          ("tf32x3", SMALL._replace(split_Q=True), None),
+          ("tf32x3", SMALL._replace(split_Q=True, together=True), None),
           ("float16", SMALL, np.float32))
 
 

@@ -154,16 +154,17 @@ struct ForwardWalk {
     return min(task.seen.inner_end, task.seen.end - Bc);
   }
 
-  // One tile of keys; its K is on the way, and so is the next one's K when this returns.
+  // The scores of one tile of keys, whose K is on the way; V is there and the next K on the way once
+  // this returns whether the warp sees any of the keys. moves: whether its references must move.
   // plain: see `plain_end`; this V and the next K come from the addresses given, which the caller
-  // has at hand when the barriers open.
-  template <bool plain>
-  CF_DEVICE void step(Warp& warp, int key0, uint64 k_from, uint64 v_from) const {
-    typename Warp::S scores;
+  // has at hand when the barriers open. often: see `multiply_keys`.
+  template <bool often>
+  CF_DEVICE bool score(Warp& warp, typename Warp::S& scores, typename Warp::Top& top, bool& moves,
+                       int key0, bool plain, uint64 k_from, uint64 v_from) const {
     ptx::wait_for_copies<0>();
     ready_tile<Config, Bc, Config::d, Traits::pitch>(t.K);
     __syncthreads();                                    // K is there; V may go
-    if constexpr (plain) {
+    if (plain) {
       copy_rows<Config, Bc, Config::d_v, Traits::pitch_v, true>(v_place, p.v, v_from, 0, Bc,
                                                                 int(p.d_v));
     } else {
@@ -171,7 +172,7 @@ struct ForwardWalk {
     }
     ptx::close_copies();
     const bool any = plain || task.own.any(key0, Bc);
-    if (any) warp.template multiply_keys<plain>(scores);
+    if (any) warp.template multiply_keys<often>(scores);
     if (!plain && any && !task.own.all(key0, Bc)) {
       if (key0 >= task.own.inner_first) {
         warp.template hide<false>(scores, task.keys, task.rows, key0);
@@ -179,8 +180,6 @@ struct ForwardWalk {
         warp.template hide<true>(scores, task.keys, task.rows, key0);
       }
     }
-    typename Warp::Top top;
-    bool moves = false;
     if constexpr (Traits::parts == 2) moves = warp.softmax.find_top(scores, any, top);
     ptx::wait_for_copies<0>();
     ready_tile<Config, Bc, Config::d_v, Traits::pitch_v>(t.V);
@@ -191,12 +190,18 @@ struct ForwardWalk {
     } else {
       __syncthreads();
     }
-    if constexpr (plain) {
+    if (plain) {
       copy_rows<Config, Bc, Config::d, Traits::pitch, true>(k_place, p.k, k_from, 0, Bc, int(p.d));
     } else if (key0 + Bc < task.seen.end) {
       copy_K(task, key0 + Bc);
     }
     ptx::close_copies();
+    return any;
+  }
+
+  // From the scores of a tile to acc.
+  CF_DEVICE void finish(Warp& warp, typename Warp::S& scores, typename Warp::Top& top, bool any,
+                        bool moves) const {
     if constexpr (Traits::parts == 1) {
       if (!any) return;
       moves = __any_sync(0xFFFFFFFF, warp.softmax.find_top(scores, true, top));
@@ -208,23 +213,59 @@ struct ForwardWalk {
     if (any) warp.finish_tile(scores, t);
   }
 
-  // All tiles from key0 on.
-  CF_DEVICE void walk(Warp& warp, int key0) const {
+  // All tiles from key0 on. Plain ones have a loop of their own.
+  CF_DEVICE void walk_apart(Warp& warp, int key0) const {
     while (key0 < task.seen.end) {
+      typename Warp::S scores;
+      typename Warp::Top top;
+      bool moves = false;
       const int stop = plain_end(key0);
       if (key0 + Bc > stop) {
-        step<false>(warp, key0, 0, 0);
+        const bool any = score<false>(warp, scores, top, moves, key0, false, 0, 0);
+        finish(warp, scores, top, any, moves);
         key0 += Bc;
         continue;
       }
       uint64 k_from = start_K(task, key0 + Bc), v_from = start_V(key0);
 #pragma unroll 1
       do {
-        step<true>(warp, key0, k_from, v_from);
+        score<true>(warp, scores, top, moves, key0, true, k_from, v_from);
+        finish(warp, scores, top, true, moves);
         key0 += Bc;
         k_from += Bc * p.k.n;
         v_from += Bc * p.v.n;
       } while (key0 + Bc <= stop);
+    }
+  }
+
+  // The same in one loop, with half the code to compile.
+  CF_DEVICE void walk_together(Warp& warp, int key0) const {
+    int stop = plain_end(key0);
+    uint64 k_from = start_K(task, key0 + Bc), v_from = start_V(key0);
+#pragma unroll 1
+    for (; key0 < task.seen.end; key0 += Bc) {
+      typename Warp::S scores;
+      typename Warp::Top top;
+      bool moves = false;
+      const bool plain = key0 + Bc <= stop;
+      const bool any = score<true>(warp, scores, top, moves, key0, plain, k_from, v_from);
+      if (plain) {                                      // now, so that no register waits for it
+        k_from += Bc * p.k.n;
+        v_from += Bc * p.v.n;
+      } else {
+        stop = plain_end(key0 + Bc);
+        k_from = start_K(task, key0 + 2 * Bc);
+        v_from = start_V(key0 + Bc);
+      }
+      finish(warp, scores, top, any, moves);
+    }
+  }
+
+  CF_DEVICE void walk(Warp& warp, int key0) const {
+    if constexpr (Config::together) {
+      walk_together(warp, key0);
+    } else {
+      walk_apart(warp, key0);
     }
   }
 };
