@@ -30,14 +30,8 @@ CF_DEVICE bfloat16_t narrow<bfloat16_t>(float x) {
   return {ptx::float_to_bfloat16(x)};
 }
 
-// x rounded to the 10 mantissa bits of TF32, ties away from zero. A finite value stays finite:
-// TF32's infinity for the largest float32 would turn a masked value into NaN (0 * inf).
-CF_DEVICE uint32 round_to_tf32(uint32 bits) {
-  const uint32 size = bits & 0x7FFFFFFF, infinity = 0x7F800000, largest = 0x7F7FE000;
-  uint32 rounded = (size + 0x1000) & 0xFFFFE000;
-  rounded = rounded >= infinity ? largest : rounded;
-  return (bits & 0x80000000) | (size >= infinity ? size : rounded);
-}
+// x rounded to the 10 mantissa bits of TF32, ties away from zero; a finite value stays finite.
+CF_DEVICE uint32 round_to_tf32(uint32 bits) { return ptx::tf32_word(bits) & 0xFFFFE000; }
 CF_DEVICE float round_to_tf32(float x) {
   return ptx::bits_to_float(round_to_tf32(ptx::float_to_bits(x)));
 }

@@ -43,6 +43,19 @@ CF_DEVICE uint32 float_to_bits(float x) { return __float_as_uint(x); }
 CF_DEVICE double bits_to_double(uint64 x) { return __longlong_as_double(int64(x)); }
 CF_DEVICE uint64 double_to_bits(double x) { return uint64(__double_as_longlong(x)); }
 
+// The bits of a float32 as a product in TF32 takes them, which cuts off the last 13: with half a
+// unit of the place before those, rounded to nearest. Not where that would make infinity of a finite
+// number, which 0 * inf turns into NaN.
+CF_DEVICE uint32 tf32_word(uint32 x) {
+  uint32 y;
+  asm("{ .reg .pred below; .reg .f32 size; mov.b32 size, %1; abs.f32 size, size;\n"
+      "setp.lt.f32 below, size, 0f7F7FF000; mov.b32 %0, %1;\n"
+      "@below add.u32 %0, %0, 0x1000; }"
+      : "=&r"(y)
+      : "r"(x));
+  return y;
+}
+
 // a * b as a number of its own: never fused with an addition that follows.
 CF_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 CF_DEVICE double multiply(double a, double b) { return __dmul_rn(a, b); }

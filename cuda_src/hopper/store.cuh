@@ -104,11 +104,6 @@ struct ResultOf<T, 0> {
   using type = T;
 };
 
-template <typename O>
-struct alignas(2 * sizeof(O)) Pair {
-  O x[2];
-};
-
 // out = acc / l from registers: by pairs, where they lie on borders of their size, or one by one.
 template <typename O, bool pairs, int n>
 CF_DEVICE void store_rows(const HopperForwardParams& p, const Work& w, int r,

@@ -146,7 +146,7 @@ CF_DEVICE void round_tile(typename Config::element* tile) {
       Chunk* const chunk = reinterpret_cast<Chunk*>(own);
       Chunk x = *chunk;
 #pragma unroll
-      for (int w = 0; w < 4; ++w) x.word[w] = round_to_tf32(x.word[w]);
+      for (int w = 0; w < 4; ++w) x.word[w] = ptx::tf32_word(x.word[w]);
       *chunk = x;
     });
   }

@@ -83,7 +83,7 @@ struct Parts {
 // The first part is rounded, so that the rest may have either sign: the product of two rests, which
 // nobody computes, and what the instruction cuts off a rest do not add up then.
 CF_DEVICE void split(uint32 x, uint32& high, uint32& low) {
-  high = ptx::round_to_tf32(x);
+  high = round_to_tf32(x);
   low = tf32_rest(x, high);
 }
 

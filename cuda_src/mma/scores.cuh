@@ -136,15 +136,12 @@ struct Exponential {
 // What a lane knows of its four rows of fragments in column j: two pairs of neighbours.
 template <typename A>
 struct FourRows {
-  struct alignas(2 * sizeof(A)) Pair {
-    A x[2];
-  };
-  Pair pair[2];
+  Pair<A> pair[2];
 
   // own: of the lane's first row in the fragments of column 0.
   CF_DEVICE FourRows(const A* own, int j) {
-    pair[0] = *reinterpret_cast<const Pair*>(own + 16 * j);
-    pair[1] = *reinterpret_cast<const Pair*>(own + 16 * j + 8);
+    pair[0] = *reinterpret_cast<const Pair<A>*>(own + 16 * j);
+    pair[1] = *reinterpret_cast<const Pair<A>*>(own + 16 * j + 8);
   }
   CF_DEVICE A operator[](int e) const { return pair[e / 4].x[e % 2]; }      // element of a fragment
 };

@@ -6,12 +6,6 @@
 
 namespace cf {
 
-// Two elements that are stored as one.
-template <typename U>
-struct alignas(2 * sizeof(U)) Pair {
-  U x[2];
-};
-
 // Whether all rows of an array are whole pieces of so many bytes.
 CF_DEVICE bool in_pieces(const Tensor& t, int64 size, int columns, int bytes) {
   return t.c == size && ((t.address | t.b | t.h | t.n | columns * size) & (bytes - 1)) == 0;

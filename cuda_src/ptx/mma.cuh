@@ -46,18 +46,6 @@ CF_DEVICE float reciprocal_approx(float x) {
   return y;
 }
 
-// The bits of a float32 without the last 13, rounded to nearest; only cut where rounding would make
-// infinity of it, which 0 * inf turns into NaN.
-CF_DEVICE uint32 round_to_tf32(uint32 x) {
-  uint32 y;
-  asm("{ .reg .pred below; .reg .f32 size; mov.b32 size, %1; abs.f32 size, size;\n"
-      "setp.lt.f32 below, size, 0f7F7FF000; mov.b32 %0, %1;\n"
-      "@below add.u32 %0, %0, 0x1000; and.b32 %0, %0, 0xFFFFE000; }"
-      : "=&r"(y)
-      : "r"(x));
-  return y;
-}
-
 // The two m16n8 halves of a product, side by side: the second finds A in the operand cache.
 #define CF_MMA_SYNC(form, sum, word)                                                            \
   asm("mma.sync.aligned." form " {%0, %1, %2, %3}, {%8, %9, %10, %11}, {%12, %13}, "            \

@@ -63,6 +63,12 @@ struct PackedRows {
   CF_DEVICE int64 offset(const Tensor& t, int r) const { return query(r) * t.n + head(r) * t.h; }
 };
 
+// Two elements that are loaded or stored as one.
+template <typename T>
+struct alignas(2 * sizeof(T)) Pair {
+  T x[2];
+};
+
 // 16 bytes of a tile's row.
 struct alignas(16) Chunk {
   uint32 word[4];
@@ -133,7 +139,7 @@ CF_DEVICE Chunk load_operands(const Tensor& t, uint64 row, int column0, int colu
   }
   if constexpr (Config::precision == 1) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) chunk.word[i] = round_to_tf32(chunk.word[i]);
+    for (int i = 0; i < 4; ++i) chunk.word[i] = ptx::tf32_word(chunk.word[i]);
   }
   return chunk;
 }

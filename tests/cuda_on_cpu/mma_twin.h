@@ -76,10 +76,6 @@ uint32 pack(float low, float high) {
   return narrowed(T{}, low) | uint32(narrowed(T{}, high)) << 16;
 }
 
-inline uint32 round_to_tf32(uint32 x) {
-  return ((x & 0x7FFFFFFF) < 0x7F7FF000 ? x + 0x1000 : x) & 0xFFFFE000;
-}
-
 inline float exp2_approx(float x) { return ::exp2f(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
 

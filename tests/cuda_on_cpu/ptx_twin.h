@@ -29,6 +29,8 @@ inline double bits_to_double(uint64 x) {
   return y;
 }
 
+inline uint32 tf32_word(uint32 x) { return (x & 0x7FFFFFFF) < 0x7F7FF000 ? x + 0x1000 : x; }
+
 inline float kept(float x) { return x; }
 inline double kept(double x) { return x; }
 
