@@ -81,7 +81,7 @@ def run(x, wide, move=np.asarray, back=np.asarray):
     # What is not written stays NaN. And initcheck must not hold the results of a TMA unit, which it
     # does not see, for memory that nobody wrote.
     out = move(np.full((*x.q.shape[:-1], x.v.shape[-1]), np.nan, accumulator or x.q.dtype))
-    _, lse = cf.attention(q, k, v, out=out, return_lse=True, **options)
+    _, lse = cf.attention(q, k, v, out=out, out_dtype=accumulator, return_lse=True, **options)
     grads = cf.attention_backward(dout, q, k, v, out, lse, dlse=dlse, grad_dtype=accumulator,
                                   **options)
     return {name: None if a is None else back(a)
