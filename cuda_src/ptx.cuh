@@ -44,8 +44,8 @@ CF_DEVICE double bits_to_double(uint64 x) { return __longlong_as_double(int64(x)
 CF_DEVICE uint64 double_to_bits(double x) { return uint64(__double_as_longlong(x)); }
 
 // The bits of a float32 as a product in TF32 takes them, which cuts off the last 13: with half a
-// unit of the place before those, rounded to nearest. Not where that would make infinity of a finite
-// number, which 0 * inf turns into NaN.
+// unit of the place before those, rounded to nearest. Not where that would make infinity of a
+// finite number, which 0 * inf turns into NaN.
 CF_DEVICE uint32 tf32_word(uint32 x) {
   uint32 y;
   asm("{ .reg .pred below; .reg .f32 size; mov.b32 size, %1; abs.f32 size, size;\n"

@@ -135,6 +135,13 @@ def test_files_are_short():
     assert {name: n for name, n in lengths.items() if n > MAX_FILE} == {}
 
 
+def test_two_slashes_are_a_comment():
+    """The digest of the CUDA sources takes them for one."""
+    assert [f"{name_of(path)}:{i}" for path in files(".cuh", ".cu")
+            for i, line in enumerate(path.read_text().splitlines(), 1)
+            if re.search(r'"[^"]*//.*"', line.partition(" // ")[0])] == []
+
+
 def test_lines_are_short():
     """Of what the linter of Python does not read."""
     assert [f"{name_of(path)}:{i}" for path in files(".cuh", ".cu", ".h", ".cpp")

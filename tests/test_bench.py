@@ -170,7 +170,7 @@ def test_only_its_own_sources_make_a_line_stale(monkeypatch, tmp_path):
         for edited, found in (("hopper/store.cuh", [False, True]),
                               ("mma/online.cuh", [True, True]), ("base.cuh", [True, True])):
             with (tmp_path / "cuda_src" / edited).open("a") as file:
-                file.write("// edited\n")
+                file.write("static_assert(true);  // edited\n")
             for function in functions[1:]:
                 function.cache_clear()
             assert [*map(stale, lines)] == found

@@ -154,8 +154,8 @@ struct ForwardWalk {
     return min(task.seen.inner_end, task.seen.end - Bc);
   }
 
-  // The scores of one tile of keys, whose K is on the way; V is there and the next K on the way once
-  // this returns whether the warp sees any of the keys. moves: whether its references must move.
+  // The scores of one tile of keys, whose K is on the way; V is there and the next K on its way
+  // when it returns: whether the warp sees any of the keys. moves: whether its references must.
   // plain: see `plain_end`; this V and the next K come from the addresses given, which the caller
   // has at hand when the barriers open. often: see `multiply_keys`.
   template <bool often>

@@ -75,11 +75,12 @@ def _includes(name):
 
 @cache
 def digest(*headers: str) -> str:
-    """Return the SHA-256 over the names and contents of sources, in hexadecimal.
+    """Return the SHA-256 over the names and the code of sources, in hexadecimal.
 
-    CuPy's kernel cache does not look into included files: without this digest in the compiled
-    text, an edited header would go on running as the old kernel. The result is cached, so the
-    sources count as fixed for the life of the process.
+    Comments and blank lines do not count, for they change no kernel. CuPy's kernel cache does not
+    look into included files: without this digest in the compiled text, an edited header would go
+    on running as the old kernel. The result is cached, so the sources count as fixed for the life
+    of the process.
 
     Parameters
     ----------
@@ -88,8 +89,14 @@ def digest(*headers: str) -> str:
     """
     total = sha256()
     for name in sorted({x for header in headers for x in included(header)}) or names():
-        content = (folder() / name).read_bytes()
+        content = _code((folder() / name).read_text(encoding="utf-8")).encode()
         # The length keeps a byte moved from one file's end to the next one's start visible.
         total.update(f"{name}\0{len(content)}\0".encode())
         total.update(content)
     return total.hexdigest()
+
+
+def _code(text):
+    """Lines without comments; blank ones are left out. No string has two slashes in it."""
+    lines = (line.partition("//")[0].rstrip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line)
