@@ -255,3 +255,20 @@ def test_the_kernels_of_every_family_and_of_drawn_problems_are_known(monkeypatch
     assert all(len(gpu_random.tile_of(case, HOPPER)) == 2 for case in drawn)
     for plain in (False, True):
         assert gpu_random.needed(SimpleNamespace(count=4, seed=0, plain=plain))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_drawn_problems_of_every_kind_run_and_are_right(monkeypatch, wide):
+    """On the CPU path, by the way that those of a GPU go."""
+    import gpu_random
+    from answers import judge
+    from cases import KINDS
+
+    monkeypatch.setattr(device, "gpu", lambda number: HOPPER)
+    drawn = [case for case, is_wide in map(gpu_random.draw, [0] * 60, range(60))
+             if is_wide == wide and case.Nq * case.Nk < 20000]
+    for kind in KINDS:
+        case = next(case for case in drawn if gpu_random.kind_of(case) == kind)
+        answers, floor, found = gpu_random.expected(case, wide)
+        judge(case.id, found, *answers, floor)
+        assert (found["out"].dtype == case.dtype) != (wide and kind in ("float16", "bfloat16"))
