@@ -18,7 +18,7 @@ demo: $(VENV)/demo.done
 	$(BIN)/python -m cupy_flash demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .
