@@ -105,7 +105,7 @@ def kernel_raises(x):
     ({"known": ["100", "120"]}, "begins with sm_100", "cuda12x"),
     ({"result": kernel_raises}, "no such file", "info"),
     ({"result": np.zeros_like}, "wrong values", "selftest"),
-], ids=str)
+], ids=lambda value: " ".join(value) if isinstance(value, dict) else value)
 def test_what_is_missing_and_what_mends_it(machine, changes, text, remedy):
     for name, value in changes.items():
         setattr(machine, name, value)
