@@ -17,8 +17,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(VENV)/demo.done
 	$(BIN)/python -m cupy_flash demo
 
+# At most four processes: each has memory of a GPU for itself.
 test: lint
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .

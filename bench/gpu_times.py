@@ -19,29 +19,27 @@ def times(options, results):
     """All measurements; nothing is judged here but printed against the goals."""
     for dtype, precision in KINDS:
         for d in (64, 128, 256):
-            caches = [tempfile.TemporaryDirectory() for _ in range(PROCESSES)]
-            for state in ("cold", "disk"):
-                found = _in_new_processes([x.name for x in caches], dtype, precision, d)
-                slowest = max(map(median, found["kernels"].values()))
-                goal = 2.0 if state == "cold" else 0.3
-                say(f"first call {dtype} {precision} d {d}, {state}: slowest kernel "
-                    f"{slowest:.2f} s (goal {goal} s), {found['kernels']}")
-                results.add(measured="first call", state=state, dtype=dtype,
-                            precision=precision, d=d, **found)
-            for cache in caches:
-                cache.cleanup()
+            with tempfile.TemporaryDirectory() as folder:
+                for state in ("cold", "disk"):
+                    found = _in_new_processes(folder, dtype, precision, d)
+                    slowest = max(map(median, found["kernels"].values()))
+                    goal = 2.0 if state == "cold" else 0.3
+                    say(f"first call {dtype} {precision} d {d}, {state}: slowest kernel "
+                        f"{slowest:.2f} s (goal {goal} s), {found['kernels']}")
+                    results.add(measured="first call", state=state, dtype=dtype,
+                                precision=precision, d=d, **found)
     for found in (overhead("forward"), overhead("backward")):
         say("repeated call:", found)
         results.add(measured="repeated call", **found)
     return 0
 
 
-def _in_new_processes(caches, *arguments):
-    """What a process for each cache measures, at once: {field: {name: seconds of each}}."""
+def _in_new_processes(folder, *arguments):
+    """What processes with caches of their own measure: {field: {name: seconds of each}}."""
     command = [sys.executable, sys.argv[0], "first-call", *map(str, arguments)]
-    running = [subprocess.Popen(command, env={**os.environ, "CUPY_CACHE_DIR": cache}, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-               for cache in caches]
+    running = [subprocess.Popen(command, env={**os.environ, "CUPY_CACHE_DIR": f"{folder}/{i}"},
+                                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+               for i in range(PROCESSES)]
     said = [process.communicate() for process in running]
     for process, (_, error) in zip(running, said, strict=True):
         if process.returncode:

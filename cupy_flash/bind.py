@@ -292,7 +292,7 @@ def _check_result_buffer(name, x, shape, dtype):
 
 
 def _check_place(name, x, q):
-    """Arrays are on one device, elements on multiples of their size: NumPy's `aligned`."""
+    """Arrays are on one device that counts their rows, elements on borders (NumPy: `aligned`)."""
     if x.gpu != q.gpu:
         raise ValueError(f"`{name}` is on GPU {x.gpu}, but `q` is on GPU {q.gpu}: all arrays must "
                          "be on the same GPU")
