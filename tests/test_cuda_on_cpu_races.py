@@ -74,11 +74,16 @@ def test_small_kernels(small, name, strict):
 
 
 def unintended(found):
-    """Races but those that consumer.cuh explains: both consumers write the same zeros to V, each
-    before it reads them itself."""
+    """Races but those that the consumers of the kernels for sm_90a explain: they write the same
+    zeros to a tile, each before it reads them itself."""
     zeros = line_of("hopper/consumer.cuh", "ptx::store_zeros(")
     reads = line_of("hopper/consumer.cuh", "Wgmma<T, Config::d_v>::columns(")
     meant = {(zeros, zeros), (zeros, reads), (reads, zeros)}
+    zeros = line_of("hopper/backward_consumer.cuh", "ptx::store_zeros(")
+    for product in ("ptx::Wgmma<T, Br>::rows(", "ptx::Wgmma<T, width>::columns(",
+                    "ptx::multiply_columns("):
+        reads = line_of("hopper/backward_consumer.cuh", product)
+        meant |= {(zeros, zeros), (zeros, reads), (reads, zeros)}
     return [race for race in found if (race.first, race.second) not in meant or race.kind == FENCE]
 
 
@@ -132,13 +137,29 @@ def hopper(*tile, **case):
                                    **case}, {"hopper": tile})
 
 
-# Of the kernel for sm_90a. Whether a consumer has its turn changes when its products run, not what
+def backward(**case):
+    tile = cuda_hopper.Row(128, 32, 256, 256, "of a test")
+    return Form("hopper_backward", {"kind": "bfloat16", "Nq": 300, "Nk": 140, "Hk": 2,
+                                    "kv_lens": (140, 70), "q_lens": (290, 300), **case},
+                {"hopper": tile})
+
+
+# Of the kernels for sm_90a. Whether a consumer has its turn changes when its products run, not what
 # they read.
-WAITS = [f"{name}:0" for name in ("q_full", "k_full", "v_full", "k_empty", "v_empty", "work_full")]
-WAITS += [line_of("hopper/consumer.cuh", text) for text in (
+WAITS = {}
+WAITS["hopper_forward"] = [f"{name}:0" for name in (
+    "q_full", "k_full", "v_full", "k_empty", "v_empty", "work_full")]
+WAITS["hopper_forward"] += [line_of("hopper/consumer.cuh", text) for text in (
     "ptx::fence_async_reads();", "ptx::named_barrier_any(7,", "ptx::named_barrier_wait(7,")]
-WAITS += [line_of("hopper/store.cuh", text) for text in (
+WAITS["hopper_forward"] += [line_of("hopper/store.cuh", text) for text in (
     "// the places are free", "ptx::fence_async_reads();", "// all lanes have written")]
+WAITS["hopper_backward"] = [f"{name}:0" for name in ("keys_full", "q_full", "dout_full",
+                                                     "q_empty", "dout_empty")]
+WAITS["hopper_backward"] += [line_of("hopper/backward_consumer.cuh", text) for text in (
+    "// all of the consumer's zeros are there", "// zeros to who multiplies",
+    "// dS to the products", "ptx::named_barrier_wait(4", "// both have done with the tiles")]
+WAITS["hopper_backward"] += [line_of("hopper/backward_store.cuh", text) for text in (
+    "// the consumer's sums are there", "// and read")]
 FORMS = {
     "registers": registers("bfloat16", 32, 16, 2),
     "Q in registers": registers("float16", 64, 32, 4, keep_Q=True),
@@ -155,6 +176,8 @@ FORMS = {
     "dbias": general("dbias"),
     "two consumers": hopper(128, 32, Nk=140, kv_lens=(140, 70)),
     "holes": hopper(128, 32, Nk=140, kv_lens=(140, 70), mask="dense", bias="1hqk"),
+    "backward": backward(d=64, d_v=56),
+    "backward, 64 rows": backward(d=128, d_v=72, Nq=150, q_lens=(140, 150)),
     "three consumers": hopper(192, 16, Nk=100, kv_lens=(100, 70), softcap=4.0, Hk=1),
 }
 
@@ -180,10 +203,11 @@ def test_each_barrier_left_out_makes_a_race():
     places, racing, quiet = set(), set(), set()
     for form in FORMS.values():
         _, want, barriers = form.run()
-        for name in WAITS if form.entry == "hopper_forward" else barriers:
+        waits = WAITS.get(form.entry)
+        for name in waits or barriers:
             place = form.entry, name
             # Results go through shared memory in step with shuffles, which order nothing.
-            found, got, _ = form.run(skip=name, strict=name in WAITS)
+            found, got, _ = form.run(skip=name, strict=waits is not None)
             places.add(place)
             if found:
                 racing.add(place)

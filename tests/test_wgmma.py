@@ -17,7 +17,9 @@ from cupy_flash.backends.cuda.unit import ELEMENTS
 # Columns of the first product and of the second.
 WIDTHS = ((128, 64), (128, 128), (112, 192), (80, 256), (176, 80))
 Params = np.dtype([("a_map", "V128"), ("b_map", "V128"), ("v_map", "V128"), ("S", "u8"),
-                   ("out", "u8"), ("pad", "V48")])
+                   ("out", "u8"), ("across", "u8"), ("plain", "u8"), ("copied", "u8"),
+                   ("pad", "V24")])
+RESULTS = ("S", "out", "across", "copied")
 TEXT = """\
 #include "{header}"
 static_assert(sizeof(cf::WgmmaParams) == {size}, "the sizes differ");
@@ -54,13 +56,21 @@ def pack(make, arrays, addresses, results, dtype):
         rows, columns = x.shape
         box = make(dtype, (columns, rows, 1, 1), (2 * columns, 16, 16), (64, rows, 1, 1))
         packed[name] = np.frombuffer(box(address), "V128")
-    packed["S"], packed["out"] = results
+    packed["plain"], *places = results
+    for name, place in zip(RESULTS, places, strict=True):
+        packed[name] = place
     return packed
+
+
+def results(N, M):
+    """32 numbers to be copied, and NaN for what the unit writes."""
+    shapes = ((64, N), (64, M), (64, 64), (32,))
+    return [np.arange(32, dtype=np.float32), *(np.full(x, np.nan, np.float32) for x in shapes)]
 
 
 def expected(arrays):
     A, B, V = (x.astype(np.float64) for x in arrays)
-    return A @ B.T, A @ B.T @ V
+    return A @ B.T, A @ B.T @ V, B.T @ V[:, :64], np.arange(32)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
@@ -68,14 +78,14 @@ def expected(arrays):
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_products_on_fibers(dtype, N, M):
     arrays = [np.ascontiguousarray(x) for x in operands(dtype, N, M)]
-    S, out = np.full((64, N), np.nan, np.float32), np.full((64, M), np.nan, np.float32)
+    written = results(N, M)
     packed = pack(harness.HostMap, arrays, [x.ctypes.data for x in arrays],
-                  (S.ctypes.data, out.ctypes.data), dtype)
+                  [x.ctypes.data for x in written], dtype)
     path = harness.compile_unit(f"wgmma_{dtype}_{N}_{M}", text(dtype, N, M), "hopper_products",
                                 "cf::WgmmaParams", ("-O1",))
     library = harness._load(path)
     assert not library.run(packed.ctypes.data, packed.nbytes, 1, 128, smem_bytes(N, M), 1, b"", 255)
-    for got, want in zip((S, out), expected(arrays), strict=True):
+    for got, want in zip(written[1:], expected(arrays), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -99,11 +109,11 @@ def test_products_on_a_gpu(dtype, N, M):
         pytest.skip("needs sm_90")
     arrays = operands(dtype, N, M)
     on_gpu = [cupy.asarray(x.view(np.uint16)) for x in arrays]
-    S, out = (cupy.full((64, n), np.nan, np.float32) for n in (N, M))
+    written = [cupy.asarray(x) for x in results(N, M)]
     packed = pack(tensor_maps.MapMaker, on_gpu, [x.data.ptr for x in on_gpu],
-                  (S.data.ptr, out.data.ptr), dtype)
+                  [x.data.ptr for x in written], dtype)
     kernel = compiled._compiled("hopper_products", text(dtype, N, M))
     kernel.max_dynamic_shared_size_bytes = smem_bytes(N, M)
     kernel((1,), (128,), (packed.view(f"V{Params.itemsize}"),), shared_mem=smem_bytes(N, M))
-    for got, want in zip((S, out), expected(arrays), strict=True):
+    for got, want in zip(written[1:], expected(arrays), strict=True):
         np.testing.assert_array_equal(got.get(), want)

@@ -1,13 +1,15 @@
-// Both kinds of products by a warpgroup, on tiles that the TMA unit loads: a unit to test alone.
+// All kinds of products by a warpgroup, on tiles that the TMA unit loads: a unit to test alone.
 #pragma once
 
-#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_columns.cuh"
 
 namespace cf {
 
 struct WgmmaParams {
   TensorMap a_map, b_map, v_map;   // of A [64, 64], B [N, 64], V [N, M]: boxes of whole panels
   uint64 S, out;                   // float32 [64, N]: S = A B^T; [64, M]: S, rounded, times V
+  uint64 across;                   // float32 [64, 64]: B^T times the first 64 columns of V
+  uint64 plain, copied;            // float32 [32]: `copied` is to be `plain`
 };
 
 // Shared memory: barrier, then A, B and V in panels.
@@ -32,7 +34,9 @@ CF_DEVICE void wgmma_products(const WgmmaParams& p) {
   if (threadIdx.x == 0) {
     ptx::barrier_init(barrier, 1);
     ptx::barriers_ready();
-    ptx::barrier_expect(barrier, panels_bytes(64, 64) + panels_bytes(N, 64) + panels_bytes(N, M));
+    ptx::barrier_expect(barrier, panels_bytes(64, 64) + panels_bytes(N, 64) + panels_bytes(N, M)
+                                     + 128);
+    ptx::load_bytes(barrier + 128, p.plain, 128, barrier);
     ptx::load_box(A, p.a_map, barrier, 0, 0, 0, 0);
     ptx::load_box(B, p.b_map, barrier, 0, 0, 0, 0);
     for (int i = 0; i < ceil_div(M, PANEL); ++i) {
@@ -66,6 +70,21 @@ CF_DEVICE void wgmma_products(const WgmmaParams& p) {
   ptx::products_wait<0>();
   ptx::settle(acc);
   store_sums(p.out, acc);
+  float across[32];
+  ptx::products_begin();
+#pragma unroll
+  for (int i = 0; i < N / 16; ++i) {
+    const int bytes = 16 * PANEL_ROW_BYTES * i;
+    ptx::multiply_columns(T(), across, b.at(bytes), v.at(bytes), i > 0);
+  }
+  ptx::products_commit();
+  ptx::products_wait<0>();
+  ptx::settle(across);
+  store_sums(p.across, across);
+  if (threadIdx.x < 32) {
+    reinterpret_cast<float*>(p.copied)[threadIdx.x] =
+        reinterpret_cast<const float*>(memory + 128)[threadIdx.x];
+  }
 }
 
 }  // namespace cf

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from math import ceil
 
-from . import cuda_fused, cuda_hopper, cuda_registers
+from . import cuda_fused, cuda_hopper, cuda_hopper_backward, cuda_registers
 from .cuda_tiles import FRAGMENT, choose, lazy
 from .types import Buffer, CudaConfig, Launch, Plan
 
@@ -47,16 +47,35 @@ def _plan_forward_everywhere(problem, device, obstacle):
 
 def plan_backward(problem, device):
     """The fused kernel between two small ones; the general kernels for what it does not serve."""
+    tuned, obstacle = cuda_hopper_backward.choose(problem, device)
+    if tuned:
+        return _plan_hopper_backward(problem, device, *tuned)
     config, smem, reason = cuda_fused.choose(problem, device)
     if config is None:
         return _plan_general_backward(problem, device, reason)
     p = problem
+    reason += f"; not by wgmma: {obstacle}"
     tiles = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
     keys = p.batch * p.heads_k * ceil(p.Nk / config.Bc)
     launches = [
         _launch("backward_prepare", config, tiles, 1, 0, "lse and delta by tiles, zeros for dq"),
         _launch("backward_fused", config, keys, 1, smem, reason),
         _launch("backward_finish", config, tiles, 1, 0, "dq from its sums"),
+    ]
+    state, sums = cuda_fused.workspace(p, config)
+    return _plan("backward", p, device, launches,
+                 [Buffer("state", state, p.accumulator), Buffer("dq_sums", sums, p.accumulator)])
+
+
+def _plan_hopper_backward(problem, device, config, smem, reason):
+    """The kernel for sm_90a, between the small ones of the fused kernel."""
+    p, around = problem, cuda_hopper_backward.around(config)
+    tiles = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
+    keys = p.batch * p.heads_k * ceil(p.Nk / config.Bc)
+    launches = [
+        _launch("backward_prepare", around, tiles, 1, 0, "lse and delta by tiles, zeros for dq"),
+        _launch("hopper_backward", config, keys, 1, smem, reason),
+        _launch("backward_finish", around, tiles, 1, 0, "dq from its sums"),
     ]
     state, sums = cuda_fused.workspace(p, config)
     return _plan("backward", p, device, launches,

@@ -21,7 +21,7 @@ import numpy as np
 from cupy_flash.axes import as_given, four_axes
 from cupy_flash.backends.cpu import missing
 from cupy_flash.backends.cuda import params, source, tensor_maps
-from cupy_flash.backends.cuda.unit import ENTRIES, unit
+from cupy_flash.backends.cuda.unit import ENTRIES, params_bytes, unit
 from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.device import GpuDevice
 from cupy_flash.plan import cuda_fused, cuda_hopper, cuda_registers, cuda_tiles
@@ -35,6 +35,8 @@ COMPILER = (shutil.which("g++") or shutil.which("clang++")) if sys.platform == "
 FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE",
          "-ffp-contract=off", "-fvisibility=hidden", "-fno-gnu-unique")
 NAN_BYTE = 0xFF
+# Kernels whose blocks have a task each.
+ONE_TASK = ("hopper_backward",)
 FAULTS = {1: "its threads wait for each other", 2: "it used memory that is not there",
           3: "params.py and params.cuh differ in size"}
 _jobs = ThreadPoolExecutor(2)
@@ -107,13 +109,13 @@ class HostMap:
 
 
 def put_maps(packed, plan, operands):
-    """The maps of q, k, v, out into a struct."""
+    """The maps of q, k, v and out or dout into a struct."""
     kept, tensor_maps.MapMaker = tensor_maps.MapMaker, HostMap
     try:
-        makers = tensor_maps.TensorMaps(plan, operands).makers
+        maps = tensor_maps.TensorMaps(plan, operands)
     finally:
         tensor_maps.MapMaker = kept
-    for name, make in zip(("q", "k", "v", "out"), makers, strict=True):
+    for name, make in zip(maps.names, maps.makers, strict=True):
         address = params.address(getattr(operands, name))
         packed[f"{name}_map"] = np.frombuffer(make(address), "V128")
 
@@ -201,7 +203,7 @@ class Fibers:
             build(launch.entry, launch.config, launch.smem_bytes, self.flags)
         for launch in launches:
             packed = params.pack(plan, launch, operands, {"delta": 0} | addresses)
-            if launch.entry == "hopper_forward":
+            if any(x.entry.startswith("hopper_") for x in plan.launches):
                 put_maps(packed, plan, operands)
             self.launch(launch, packed)
         return as_given(plan.problem, results)
@@ -209,8 +211,9 @@ class Fibers:
     def launch(self, launch, packed):
         """One kernel."""
         library = _load(build(launch.entry, launch.config, launch.smem_bytes, self.flags).result())
-        code = library.run(packed.ctypes.data, packed.nbytes, min(launch.tasks, self.grid),
-                           launch.threads, max(0, launch.smem_bytes - self.missing), self.seed,
+        grid = launch.tasks if launch.entry in ONE_TASK else min(launch.tasks, self.grid)
+        code = library.run(packed.ctypes.data, params_bytes(launch.entry), grid, launch.threads,
+                           max(0, launch.smem_bytes - self.missing), self.seed,
                            self.skip.encode(), self.fill)
         if code:
             raise KernelError(f"{launch.entry}: {FAULTS[code]}")

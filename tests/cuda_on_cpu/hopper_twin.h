@@ -268,6 +268,8 @@ struct Descriptor {
   Operand at(int bytes) const { return {tile, rows, bytes}; }
 };
 
+using UniformDescriptor = Descriptor;
+
 inline auto& products() { return fibers::block->fibers[fibers::current].products; }
 // The warps of a warpgroup start the same products.
 inline void products_begin() {
@@ -357,5 +359,41 @@ struct Wgmma {
     });
   }
 };
+
+// d [64, 64] += a b, both by columns.
+template <typename T>
+CF_INSTRUCTION void multiply_columns(T, float (&d)[32], Operand a, Operand b, int sum) {
+  using W = Wgmma<T, 64>;
+  if (!sum) W::lose(d);
+  uintptr_t code = 0;
+  races::note_place(code);
+  a.report_columns(64, code);
+  b.report_columns(64, code);
+  products().back().push_back([&d, a, b, sum, code] {
+    a.report_columns(64, code);
+    b.report_columns(64, code);
+    for (int i = 0; i < 32; ++i) {
+      float x = sum ? d[i] : 0;
+      for (int k = 0; k < 16; ++k) {
+        x += a.template by_columns<T>(k, W::row(i)) * b.template by_columns<T>(k, W::column(i));
+      }
+      d[i] = x;
+    }
+  });
+}
+
+CF_INSTRUCTION void load_bytes(SmemAddress to, uint64 from, uint32 bytes, SmemAddress full) {
+  races::start_copy(smem(to), bytes);
+  const races::Unseen unseen;
+  memset(smem(to), 0xFF, bytes);
+  fibers::block->flights.push_back([=] {
+    races::land_copy_at(smem(to), bytes, phase_barrier(full).number,
+                        phase_barrier(full).phases + 1);
+    const races::Unseen unseen;
+    memcpy(smem(to), (const void*)from, bytes);
+    phase_barrier(full).bytes -= bytes;
+    complete_phase(phase_barrier(full));
+  });
+}
 
 }  // namespace cf::ptx

@@ -56,6 +56,14 @@ HopperForwardParams = np.dtype({
                 *(ForwardParams.itemsize + start for _, start in _EXTRAS.values())],
     "itemsize": 1152,
 })
+_MAPS = ("q_map", "k_map", "v_map", "dout_map")
+HopperBackwardParams = np.dtype({
+    "names": [*BackwardParams.names, *_MAPS],
+    "formats": [*(field for field, _ in BackwardParams.fields.values()), *["V128"] * 4],
+    "offsets": [*(start for _, start in BackwardParams.fields.values()),
+                *range(896, 1408, 128)],
+    "itemsize": 1408,
+})
 PARAMS = {"forward": ForwardParams, "backward": BackwardParams}
 
 _ABSENT = (0, 0, 0, 0, 0, 0)
@@ -78,8 +86,8 @@ def pack(plan, launch, operands, addresses):
     Returns
     -------
     numpy.ndarray
-        Of size one, of dtype `ForwardParams`, `HopperForwardParams` (without the maps) or
-        `BackwardParams`.
+        Of size one, of dtype `ForwardParams` or `BackwardParams`, or those of the kernels for
+        sm_90a, without the maps.
     """
     p, mask = plan.problem, plan.problem.mask
     values = {
@@ -105,10 +113,14 @@ def pack(plan, launch, operands, addresses):
         names = ("batch_bias", "heads_bias", "Nbias_q", "Nbias_k")
         values |= {name: addresses.get(name, 0) for name in ("delta", "state", "dq_sums")}
         values |= dict(zip(names, extents, strict=True))
-    hopper = launch.entry == "hopper_forward"
-    if hopper:
+    dtype = PARAMS[plan.direction]
+    entries = {x.entry for x in plan.launches}
+    if "hopper_forward" in entries:
         values |= cuda_hopper.extras(p, launch.config)
-    packed = np.zeros(1, HopperForwardParams if hopper else PARAMS[plan.direction])
+        dtype = HopperForwardParams
+    elif "hopper_backward" in entries:          # the kernels around it read the first part
+        dtype = HopperBackwardParams
+    packed = np.zeros(1, dtype)
     for name, value in values.items():
         packed[name] = value
     return packed
@@ -130,9 +142,9 @@ class Template:
         self._parts = [(fields[name][1] // 8, offset) for name, offset in offsets.items()]
         self.tasks = fields["tasks"][1] // 8
         self._maps = None
-        if packed.dtype == HopperForwardParams:
+        if packed.dtype in (HopperForwardParams, HopperBackwardParams):
             self._maps = TensorMaps(plan, operands)
-            self._mapped = [fields[name][1] // 8 for name in TensorMaps.names]
+            self._mapped = [fields[name][1] // 8 for name in self._maps.names]
             self._maps_from = fields["q_map"][1] // 8
 
     def fill(self, addresses, block):

@@ -18,25 +18,29 @@ _SWIZZLE_128B, _PROMOTION_256B = 3, 3
 
 
 class TensorMaps:
-    """The maps of q, k, v, out of a plan's calls, which all have the layouts of the first.
+    """The maps of q, k, v and out or dout of a plan's calls, which all have the first's layouts.
 
     Results that do not leave by the TMA unit have zeros for a map.
     """
 
-    names = ("q", "k", "v", "out")
-
     def __init__(self, plan, operands):
-        config, dtype = plan.launches[0].config, plan.problem.dtype
-        pack = pack_of(plan.problem, config.Br)
+        config = next(x.config for x in plan.launches if x.entry.startswith("hopper_"))
+        p, forward = plan.problem, plan.direction == "forward"
+        pack = pack_of(p, config.Br) if forward else p.group
         # Rows of the heads in a pack lie side by side in a tile.
         def rows(x, count):
             heads = min(pack, count)
-            return _maker(dtype, x, (3, 1, 2, 0), (PANEL, heads, count // heads, 1))
+            return _maker(p.dtype, x, (3, 1, 2, 0), (PANEL, heads, count // heads, 1))
 
-        self.makers = [rows(operands.q, CONSUMER),
-                       *(_maker(dtype, x, (3, 2, 1, 0), (PANEL, config.Bc, 1, 1))
-                         for x in (operands.k, operands.v)),
-                       rows(operands.out, WARP) if tiled(config) else _no_map]
+        keys = [_maker(p.dtype, x, (3, 2, 1, 0), (PANEL, config.Bc, 1, 1))
+                for x in (operands.k, operands.v)]
+        if forward:
+            self.names = ("q", "k", "v", "out")
+            self.makers = [rows(operands.q, CONSUMER), *keys,
+                           rows(operands.out, WARP) if tiled(config) else _no_map]
+        else:
+            self.names = ("q", "k", "v", "dout")
+            self.makers = [rows(operands.q, config.Br), *keys, rows(operands.dout, config.Br)]
         self._kept, self._made = {}, {}
 
     def __call__(self, *addresses):

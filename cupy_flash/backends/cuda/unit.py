@@ -6,7 +6,7 @@ There is nothing generated in it but names and numbers; the kernels are template
 from functools import lru_cache
 
 from . import source
-from .params import BackwardParams, ForwardParams, HopperForwardParams
+from .params import BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
 
 ELEMENTS = {"float16": "cf::half_t", "bfloat16": "cf::bfloat16_t", "float32": "float",
             "float64": "double"}
@@ -16,6 +16,7 @@ ENTRIES = {
     "forward": ("wmma/forward.cuh", "ForwardParams"),
     "forward_registers": ("mma/forward.cuh", "ForwardParams"),
     "hopper_forward": ("hopper/forward.cuh", "HopperForwardParams"),
+    "hopper_backward": ("hopper/backward.cuh", "HopperBackwardParams"),
     "combine": ("combine.cuh", "ForwardParams"),
     "delta": ("delta.cuh", "BackwardParams"),
     "backward_prepare": ("mma/prepare.cuh", "BackwardParams"),
@@ -26,7 +27,8 @@ ENTRIES = {
     "dbias": ("wmma/dbias.cuh", "BackwardParams"),
 }
 _SIZES = {"ForwardParams": ForwardParams.itemsize, "BackwardParams": BackwardParams.itemsize,
-          "HopperForwardParams": HopperForwardParams.itemsize}
+          "HopperForwardParams": HopperForwardParams.itemsize,
+          "HopperBackwardParams": HopperBackwardParams.itemsize}
 
 _TEXT = """\
 // sources sha256: {digest}
@@ -80,7 +82,7 @@ def unit(entry, config, smem_bytes):
         precision=PRECISIONS[config.precision], d=config.d, d_v=config.d_v, Br=config.Br,
         Bc=config.Bc, warps=config.warps, features="true" if config.features else "false",
         header=header, traits=traits_of(entry), smem_bytes=smem_bytes, threads=32 * config.warps,
-        params=params, size=_SIZES[params], name=name, entry=entry, constants="".join(lines),
+        params=params, size=params_bytes(entry), name=name, entry=entry, constants="".join(lines),
         blocks=", Config::blocks" if "blocks" in constants else "",
     )
 
@@ -93,6 +95,11 @@ def name_of(entry, config):
     constants = [f"{x}{value}" for x, value in config.constants if value]
     features = ["features"] if config.features else []
     return "_".join([entry, kind, width, tile, *features, *constants])
+
+
+def params_bytes(entry):
+    """What a kernel takes of the struct that is packed for a plan: all of it, or its beginning."""
+    return _SIZES[ENTRIES[entry][1]]
 
 
 def headers_of(kernels):
