@@ -10,9 +10,9 @@ from statistics import median
 
 from gpu_check import say
 
-# Of which the median counts: a machine that others use has slow moments. One after another: two
-# at once on the threads of one core take up to 1.7 times as long.
-PROCESSES = 3
+# Goal in seconds, and processes of which the median counts: a machine that others use has slow
+# moments. One after another: two at once on the threads of one core take 1.7 times as long.
+STATES = {"cold": (2.0, 3), "disk": (0.3, 1)}
 KINDS = (("bfloat16", "None"), ("float32", "tf32x3"), ("float32", "tf32"), ("float64", "None"))
 
 
@@ -21,10 +21,9 @@ def times(options, results):
     for dtype, precision in KINDS:
         for d in (64, 128, 256):
             with tempfile.TemporaryDirectory() as folder:
-                for state in ("cold", "disk"):
-                    found = _in_processes(folder, dtype, precision, d)
+                for state, (goal, processes) in STATES.items():
+                    found = _in_processes(processes, folder, dtype, precision, d)
                     slowest = max(map(median, found["kernels"].values()))
-                    goal = 2.0 if state == "cold" else 0.3
                     say(f"first call {dtype} {precision} d {d}, {state}: slowest kernel "
                         f"{slowest:.2f} s (goal {goal} s), {found['kernels']}")
                     results.add(measured="first call", state=state, dtype=dtype,
@@ -35,11 +34,11 @@ def times(options, results):
     return 0
 
 
-def _in_processes(folder, *arguments):
+def _in_processes(count, folder, *arguments):
     """What new processes, each with its cache, measure: {field: {name: seconds of each}}."""
     command = [sys.executable, sys.argv[0], "first-call", *map(str, arguments)]
     said = []
-    for i in range(PROCESSES):
+    for i in range(count):
         done = subprocess.run(command, env={**os.environ, "CUPY_CACHE_DIR": f"{folder}/{i}"},
                               text=True, capture_output=True)
         if done.returncode:

@@ -207,9 +207,9 @@ struct BackwardConsumer {
   }
 
   // The consumers take turns: while one adds products to dV, dQ and dK, the other has the
-  // arithmetic of P and dS. In its turn each hands over dS of a tile and multiplies that of the tile
-  // before, of which both parts are there. The products behind the last tile have a turn of their
-  // own.
+  // arithmetic of P and dS. In its turn each hands over dS of a tile and multiplies that of the
+  // tile before, of which both parts are there. The products behind the last tile have a turn of
+  // their own.
   CF_DEVICE void wait_for_turn() const { ptx::named_barrier_wait(4 + group, 256); }
   CF_DEVICE void pass_turn() const { ptx::named_barrier_arrive(5 - group, 256); }
 
