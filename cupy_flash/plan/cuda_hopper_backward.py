@@ -9,11 +9,12 @@ from math import ceil
 from typing import NamedTuple
 
 from .cuda_fused import CONSTANTS
-from .cuda_hopper import MOST_ROWS, PANEL, dense_strides, loadable
+from .cuda_hopper import PANEL, dense_strides, loadable
 from .cuda_tiles import lazy
 from .types import CudaConfig
 
 KEYS, WARPS = 128, 12       # of a block: two consumers of 64 keys, and a producer
+MOST_ROWS = 2**28           # packed rows, and keys: lse and delta of a head have 32-bit offsets
 # Warps, roles, parts, stages, blocks of the kernels around, which are those of the fused kernel.
 AROUND = 4, (1, 1, 1, 2)
 
