@@ -5,7 +5,8 @@ import pytest
 from cases import FEATURES, Case, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers, KernelError
 from numerics import assert_bit_equal
-from test_cuda_on_cpu import HIDDEN, assert_same, on_cpu, small, wide
+from test_cuda_on_cpu import assert_same, on_cpu, small, wide
+from test_cuda_on_cpu_fused import check_hidden
 from test_hopper_on_cpu import TWO, padded
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
@@ -55,28 +56,7 @@ def test_groups_and_whole_tiles(d, group):
 @pytest.mark.parametrize("how", ["lens", "lens-causal", "window"])
 @pytest.mark.parametrize("d", [20, 80])
 def test_hidden_values_do_not_matter(how, d):
-    x = inputs(Case("hidden", Nq=41, Nk=37, B=2, Hq=2, Hk=1, d=d, d_v=36, dtype="bfloat16",
-                    **HIDDEN[how]))
-    keys, rows = np.zeros((2, 1, 37, 1), bool), np.zeros((2, 2, 41, 1), bool)
-    for b in range(2):
-        if how == "window":
-            keys[b, :, :12 - 6] = True
-            rows[b, :, 37 - 12 + 6:] = True
-        else:
-            keys[b, :, x.options["kv_lens"][b]:] = rows[b, :, x.options["q_lens"][b]:] = True
-    where = {"q": rows, "k": keys, "v": keys, "dout": rows}
-
-    def call(value):
-        """The gradients with `value` in everything that is hidden."""
-        with np.errstate(over="ignore"):
-            bad = np.array(value).astype(x.q.dtype)
-        y = x._replace(**{name: np.where(w, bad, getattr(x, name)) for name, w in where.items()})
-        return run(y, *Fibers().forward(y.q, y.k, y.v, **x.options))
-
-    want = call(0)
-    for value in (np.nan, np.inf, float(np.finfo(np.float32).max)):
-        for name, a, b in zip(NAMES, call(value), want, strict=True):
-            assert_bit_equal(f"{value} {name}", a, b)
+    check_hidden(run, how, "bfloat16", d=d)
 
 
 def test_rows_that_see_nothing_beside_nan():

@@ -46,38 +46,34 @@ def _plan_forward_everywhere(problem, device, obstacle):
 
 
 def plan_backward(problem, device):
-    """The fused kernel between two small ones; the general kernels for what it does not serve."""
+    """One walk over the rows for all gradients; the general kernels for what has none."""
     tuned, obstacle = cuda_hopper_backward.choose(problem, device)
     if tuned:
-        return _plan_hopper_backward(problem, device, *tuned)
+        config, smem, reason = tuned
+        main = _launch("hopper_backward", config, _key_tiles(problem, config), 1, smem, reason)
+        return _plan_one_walk(problem, device, main, cuda_hopper_backward.around(config))
     config, smem, reason = cuda_fused.choose(problem, device)
     if config is None:
         return _plan_general_backward(problem, device, reason)
-    p = problem
     reason += f"; not by wgmma: {obstacle}"
-    tiles = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
-    keys = p.batch * p.heads_k * ceil(p.Nk / config.Bc)
-    launches = [
-        _launch("backward_prepare", config, tiles, 1, 0, "lse and delta by tiles, zeros for dq"),
-        _launch("backward_fused", config, keys, 1, smem, reason),
-        _launch("backward_finish", config, tiles, 1, 0, "dq from its sums"),
-    ]
-    state, sums = cuda_fused.workspace(p, config)
-    return _plan("backward", p, device, launches,
-                 [Buffer("state", state, p.accumulator), Buffer("dq_sums", sums, p.accumulator)])
+    main = _launch("backward_fused", config, _key_tiles(problem, config), 1, smem, reason)
+    return _plan_one_walk(problem, device, main, config)
 
 
-def _plan_hopper_backward(problem, device, config, smem, reason):
-    """The kernel for sm_90a, between the small ones of the fused kernel."""
-    p, around = problem, cuda_hopper_backward.around(config)
-    tiles = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
-    keys = p.batch * p.heads_k * ceil(p.Nk / config.Bc)
+def _key_tiles(problem, config):
+    return problem.batch * problem.heads_k * ceil(problem.Nk / config.Bc)
+
+
+def _plan_one_walk(problem, device, main, around):
+    """The kernel of all gradients, between two small ones that are compiled for `around`."""
+    p = problem
+    tiles = p.batch * p.heads_k * ceil(p.group * p.Nq / main.config.Br)
     launches = [
         _launch("backward_prepare", around, tiles, 1, 0, "lse and delta by tiles, zeros for dq"),
-        _launch("hopper_backward", config, keys, 1, smem, reason),
+        main,
         _launch("backward_finish", around, tiles, 1, 0, "dq from its sums"),
     ]
-    state, sums = cuda_fused.workspace(p, config)
+    state, sums = cuda_fused.workspace(p, main.config)
     return _plan("backward", p, device, launches,
                  [Buffer("state", state, p.accumulator), Buffer("dq_sums", sums, p.accumulator)])
 

@@ -77,19 +77,38 @@ def choose(problem, device):
 def obstacle_of(problem, device):
     """What the kernel cannot do of a problem, in words; None if it can do all."""
     p = problem
-    if not device.wgmma:
-        return "sm_90 and NVRTC 12.9 or newer have it"
-    if p.dtype not in ("float16", "bfloat16"):
-        return "its elements have 16 bits"
+    obstacle = obstacle_to_wgmma(p, device)
+    if obstacle:
+        return obstacle
     if p.group * p.Nq < FEWEST_ROWS or p.Nk == 0:
         return f"fewer than {FEWEST_ROWS} rows for a key head"
-    for name in ("q", "k", "v", "out"):
+    return obstacle_in(p, ("q", "k", "v"), stored=("out",))
+
+
+def obstacle_to_wgmma(problem, device):
+    """Why no kernel for sm_90a serves; None if one can."""
+    if not device.wgmma:
+        return "sm_90 and NVRTC 12.9 or newer have it"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return "its elements have 16 bits"
+    return None
+
+
+def obstacle_in(problem, loaded, stored=()):
+    """Why the TMA unit cannot move one of these arrays; None if it can move all.
+
+    Results have other ways to memory, whatever their strides.
+    """
+    p = problem
+    for name in (*loaded, *stored):
         if name in p.unaligned and name not in p.copied:
             return f"{name} does not begin on a border of 16 bytes"
-    for name, shape, strides, *_ in p.layouts:
-        if name in p.copied:
-            strides = dense_strides(shape)
-        if name in ("q", "k", "v") and not loadable(shape, strides):
+    for name, shape, strides, dtype, *_ in p.layouts:
+        if name not in loaded:
+            continue
+        if str(dtype) != p.dtype:
+            return f"{name} has {dtype}"
+        if not loadable(shape, dense_strides(shape) if name in p.copied else strides):
             return f"the strides of {name} are not positive multiples of 16 bytes"
     return None
 

@@ -9,7 +9,7 @@ from math import ceil
 from typing import NamedTuple
 
 from .cuda_fused import CONSTANTS
-from .cuda_hopper import PANEL, dense_strides, loadable
+from .cuda_hopper import PANEL, obstacle_in, obstacle_to_wgmma
 from .cuda_tiles import lazy
 from .types import CudaConfig
 
@@ -47,10 +47,9 @@ def choose(problem, device):
 def obstacle_of(problem, device):
     """What the kernel cannot do of a problem, in words; None if it can do all."""
     p = problem
-    if not device.wgmma:
-        return "sm_90 and NVRTC 12.9 or newer have it"
-    if p.dtype not in ("float16", "bfloat16"):
-        return "its elements have 16 bits"
+    obstacle = obstacle_to_wgmma(p, device)
+    if obstacle:
+        return obstacle
     if max(p.d, p.d_v) > ROWS[-1].d:
         return f"its head dims go up to {ROWS[-1].d}"
     if p.has_mask or p.bias_shape or p.has_alibi or p.softcap:
@@ -61,18 +60,7 @@ def obstacle_of(problem, device):
         return f"a group of {p.group} heads does not fill tiles of rows"
     if max(p.Nk, p.group * p.Nq) >= MOST_ROWS:
         return "the sequences are too long to count in 32 bits"
-    for name, shape, strides, dtype, *_ in p.layouts:
-        if name not in ("q", "k", "v", "dout"):
-            continue
-        if str(dtype) != p.dtype:
-            return f"{name} has {dtype}"
-        if name in p.copied:
-            strides = dense_strides(shape)
-        elif name in p.unaligned:
-            return f"{name} does not begin on a border of 16 bytes"
-        if not loadable(shape, strides):
-            return f"the strides of {name} are not positive multiples of 16 bytes"
-    return None
+    return obstacle_in(p, ("q", "k", "v", "dout"))
 
 
 def config_of(problem, row):
