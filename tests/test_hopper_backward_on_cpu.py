@@ -6,16 +6,15 @@ from cases import FEATURES, Case, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers, KernelError
 from numerics import assert_bit_equal
 from test_cuda_on_cpu import assert_same, on_cpu, small, wide
-from test_cuda_on_cpu_fused import check_hidden
+from test_cuda_on_cpu_fused import NAMES, check_hidden
 from test_hopper_on_cpu import TWO, padded
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 
-NAMES = ("dq", "dk", "dv")
 TABLE = [x for x in FEATURES if not (x.label[1:2].isdigit() or x.mask or x.bias or x.softcap
                                      or x.alibi or 64 % (x.Hq // x.Hk))]
-# All that keeps one warp or a copy from running ahead of another. Only what the kernel needs in
-# every form: with rows of 128 the consumers wait for dP alone, with 64 beside dV.
+# What keeps a warp or a copy from running so far ahead of another that results change. That the
+# turns of the consumers are needed, test_cuda_on_cpu_races.py shows.
 WAITS = [f"{name}:0" for name in ("keys_full", "q_full", "dout_full", "q_empty", "dout_empty")]
 
 
