@@ -55,6 +55,7 @@ def pretended_gpu(monkeypatch, gpu=H200):
     monkeypatch.setattr(cupy.cuda, "alloc", fake_alloc)
     monkeypatch.setattr(launch, "get_device_id", lambda: 0)
     monkeypatch.setattr(device, "gpu", lambda number: gpu)
+    monkeypatch.setattr(compiled, "_functions", {})
     monkeypatch.setattr(compiled, "_function", function)
     launch._kept.clear()
     yield records

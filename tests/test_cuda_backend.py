@@ -15,7 +15,6 @@ from fake_cupy import H200, fake
 import cupy_flash as cf
 from cupy_flash import arrays, bind, device
 from cupy_flash.axes import four_axes
-from cupy_flash.backends.cuda import compile as compiled
 from cupy_flash.backends.cuda import launch, params, source
 from cupy_flash.backends.cuda.unit import ENTRIES, headers_of, unit
 from cupy_flash.bind import Options, bind_backward, bind_forward
@@ -309,71 +308,6 @@ def test_empty_problems(launches):
         grads = cf.attention_backward(q, q, k, k, out, lse)
         assert out.shape == q.shape and grads.dk.shape == k.shape
         assert all(min(grid) > 0 for _, grid, *_ in launches)
-
-
-class Module:
-    """`cupy.RawModule` that compiles nothing."""
-
-    made: tuple = ()
-    failure = None
-
-    def __init__(self, code, options):
-        if Module.failure is not None and not compiled.os.environ.get("CUPY_CACHE_IN_MEMORY"):
-            raise Module.failure
-        self.name = None
-        Module.made += ((code, options, self),)
-
-    def get_function(self, name):
-        self.sizes, self.kernel = [], f"kernel {name}"
-        return self
-
-    def compile(self):
-        pass
-
-    @property
-    def max_dynamic_shared_size_bytes(self):
-        return self.sizes[-1]
-
-    @max_dynamic_shared_size_bytes.setter
-    def max_dynamic_shared_size_bytes(self, size):
-        self.sizes.append(size)
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """`Module` in the place of `cupy.RawModule`."""
-    monkeypatch.setattr(cupy, "RawModule", Module)
-    monkeypatch.setattr(Module, "made", ())
-    monkeypatch.setattr(Module, "failure", None)
-    compiled._function.cache_clear()
-    compiled._warn_once.cache_clear()
-    yield Module
-    compiled._function.cache_clear()
-
-
-def test_modules_are_kept_per_device_and_unit(modules):
-    for number in (1, 0, 1, 0):
-        for text in ("a", "b", "a"):
-            assert compiled._function(number, "f", text, 50000) == "kernel f"
-    assert [code for code, _, _ in modules.made] == ["a", "b"] * 2
-    assert {tuple(module.sizes) for _, _, module in modules.made} == {(50000,)}
-    assert modules.made[0][1] == ("-std=c++17", f"-I{source.folder()}")
-
-
-def test_a_cache_that_cannot_be_written(modules, monkeypatch):
-    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
-    modules.failure = PermissionError("read-only home")
-    with pytest.warns(RuntimeWarning, match=r"read-only home.*CUPY_CACHE_DIR"):
-        assert compiled._function(0, "f", "a", 0) == "kernel f"
-    assert compiled._function(0, "g", "b", 0) == "kernel g"     # and it is said once
-    assert "CUPY_CACHE_IN_MEMORY" not in compiled.os.environ
-
-
-def test_a_unit_that_does_not_compile(modules):
-    modules.failure = cupy.cuda.compiler.CompileException("no such file", "", "x", (), "nvrtc")
-    with pytest.raises(RuntimeError, match=r"kernel f does not compile.*doctor.*no such file") as e:
-        compiled._function(0, "f", "a", 0)
-    assert e.value.__cause__ is modules.failure
 
 
 def test_the_arrays_device_is_entered(launches, monkeypatch):

@@ -2,7 +2,9 @@
 
 import os
 import warnings
-from functools import cache, lru_cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from threading import Lock
 
 import cupy
 
@@ -10,19 +12,27 @@ from . import source
 from .unit import unit
 
 MOST_BLOCKS = 2**31 - 1
+_functions = {}                             # (device, name, text, bytes of shared memory): kernel
+_environment = Lock()
 
 
 def launches(plan):
-    """(function, grid, block, bytes of shared memory, tasks) of each launch.
-
-    To be called with the plan's device current.
-    """
-    number = plan.device.number
+    """(function, grid, block, bytes of shared memory, tasks) of each launch."""
+    units = [(plan.device.number, *unit(x.entry, x.config, x.smem_bytes), x.smem_bytes)
+             for x in plan.launches]
+    _make(units)
     return tuple(
-        (_function(number, *unit(x.entry, x.config, x.smem_bytes), x.smem_bytes),
-         (min(x.tasks, plan.device.sms if x.resident else MOST_BLOCKS),), (x.threads,),
-         x.smem_bytes, x.tasks)
-        for x in plan.launches)
+        (_functions[one], (min(x.tasks, plan.device.sms if x.resident else MOST_BLOCKS),),
+         (x.threads,), x.smem_bytes, x.tasks)
+        for one, x in zip(units, plan.launches, strict=True))
+
+
+def _make(units):
+    """The kernels of those that nobody has used yet, side by side: NVRTC takes a core for each."""
+    new = [one for one in units if one not in _functions]
+    if new:
+        with ThreadPoolExecutor(len(new)) as pool:
+            _functions.update(zip(new, pool.map(_function, *zip(*new, strict=True)), strict=True))
 
 
 def options(name=""):
@@ -31,18 +41,18 @@ def options(name=""):
             *(["--gpu-architecture=sm_90a"] if name.startswith("hopper_") else []))
 
 
-@cache
 def _function(number, name, text, smem_bytes):
     """The kernel of a unit on the device `number`, allowed to have its shared memory."""
-    try:
-        kernel = _load(name, text)
-    except cupy.cuda.compiler.CompileException as error:
-        raise RuntimeError(
-            f"the CUDA kernel {name} does not compile; `python -m cupy_flash doctor` looks for the "
-            f"cause. NVRTC says: {error}") from error
-    # Once, to what this kernel needs: a later, smaller value would lower the limit again.
-    kernel.max_dynamic_shared_size_bytes = smem_bytes
-    return kernel.kernel
+    with cupy.cuda.Device(number):          # a thread begins on the first device
+        try:
+            kernel = _load(name, text)
+        except cupy.cuda.compiler.CompileException as error:
+            raise RuntimeError(
+                f"the CUDA kernel {name} does not compile; `python -m cupy_flash doctor` looks for "
+                f"the cause. NVRTC says: {error}") from error
+        # Once, to what this kernel needs: a later, smaller value would lower the limit again.
+        kernel.max_dynamic_shared_size_bytes = smem_bytes
+        return kernel.kernel
 
 
 def _load(name, text):
@@ -52,14 +62,15 @@ def _load(name, text):
     except OSError as error:
         _warn_once(f"cupy_flash: CuPy cannot keep compiled kernels ({error}); every process "
                    "compiles anew. Set CUPY_CACHE_DIR to a writable folder.")
-    before = os.environ.get("CUPY_CACHE_IN_MEMORY")
-    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-    try:
-        return _compiled(name, text)
-    finally:
-        os.environ.pop("CUPY_CACHE_IN_MEMORY")
-        if before is not None:
-            os.environ["CUPY_CACHE_IN_MEMORY"] = before
+    with _environment:
+        before = os.environ.get("CUPY_CACHE_IN_MEMORY")
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        try:
+            return _compiled(name, text)
+        finally:
+            os.environ.pop("CUPY_CACHE_IN_MEMORY")
+            if before is not None:
+                os.environ["CUPY_CACHE_IN_MEMORY"] = before
 
 
 def _compiled(name, text):
