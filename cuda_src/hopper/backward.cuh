@@ -4,50 +4,9 @@
 #pragma once
 
 #include "backward_consumer.cuh"
+#include "backward_producer.cuh"
 
 namespace cf {
-
-// The producer: K and V, then dO, with lse and delta, and Q of each tile of rows, in the order in
-// which places become free.
-template <typename Config>
-struct BackwardProducer {
-  using Traits = HopperBackwardTraits<Config>;
-  const HopperBackwardParams& p;
-  const HopperBackwardTiles<Config>& tiles;
-
-  template <int columns, int rows>
-  static CF_DEVICE void load_panels(SmemAddress tile, const TensorMap& map, SmemAddress full,
-                                    int c1, int c2, int c3) {
-#pragma unroll
-    for (int i = 0; i < ceil_div(columns, PANEL); ++i) {
-      ptx::load_box(tile + i * rows * PANEL_ROW_BYTES, map, full, i * PANEL, c1, c2, c3);
-    }
-  }
-
-  CF_DEVICE void run() const {
-    const KeyWork& w = *tiles.work;
-    const SmemAddress keys_full = tiles.keys_full();
-    ptx::barrier_expect(keys_full, Traits::k_bytes + Traits::v_bytes);
-    load_panels<Config::d, Config::Bc>(tiles.K(), p.k_map, keys_full, w.key0, w.head_k, w.b);
-    load_panels<Config::d_v, Config::Bc>(tiles.V(), p.v_map, keys_full, w.key0, w.head_k, w.b);
-    const int group = int(p.group), end = ceil_div(w.end, Config::Br);
-    const int head = w.head_k * group, step = Config::Br / group;
-    Place<Traits::stages> place;
-    for (int tile = w.first / Config::Br; tile < end; ++tile, ++place.count) {
-      const int stage = place.stage();
-      const SmemAddress q_full = tiles.q().full(stage), dout_full = tiles.dout().full(stage);
-      tiles.dout().claim(place, "dout_empty");
-      ptx::barrier_expect(dout_full, Traits::dout_bytes + Traits::state_bytes);
-      ptx::load_bytes(ptx::smem_address(tiles.state(stage)), w.state + tile * Traits::state_bytes,
-                      Traits::state_bytes, dout_full);
-      load_panels<Config::d_v, Config::Br>(tiles.dO(stage), p.dout_map, dout_full, head,
-                                           tile * step, w.b);
-      tiles.q().claim(place, "q_empty");
-      ptx::barrier_expect(q_full, Traits::q_bytes);
-      load_panels<Config::d, Config::Br>(tiles.Q(stage), p.q_map, q_full, head, tile * step, w.b);
-    }
-  }
-};
 
 // Tasks: tiles of keys of a key head, one for each block.
 template <typename Config>
@@ -63,7 +22,7 @@ CF_DEVICE void hopper_backward(const HopperBackwardParams& p) {
   // One branch, with nothing in registers across it: or they cannot change hands.
   if (threadIdx.x < 128) {
     ptx::lower_registers<Traits::producer_registers>();
-    if (threadIdx.x == 0) BackwardProducer<Config>{p, tiles}.run();
+    if (threadIdx.x == 0) BackwardProducer<Config, HopperBackwardTiles<Config>>{p, tiles}.run();
   } else {
     ptx::raise_registers<Traits::consumer_registers>();
     BackwardConsumer<Config>(p, tiles, ptx::uniform(int(threadIdx.x) / 128 - 1)).run();
