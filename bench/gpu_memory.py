@@ -19,7 +19,8 @@ PASSES = {"forward": (bind_forward, cf.attention),
 def memory(options, results):
     """All checks; 1 if one fails."""
     wrong = 0
-    for check in (peak, batch_offsets, row_offsets, large_batch, large_mask, float64_long):
+    for check in (peak, batch_offsets, row_offsets, large_batch, large_group, large_mask,
+                  float64_long):
         start = time.perf_counter()
         try:
             found, fault = check(), None
@@ -130,6 +131,19 @@ def large_batch():
         same(("out", "lse", "dq", "dk", "dv"), [x[b:b + 1] for x in results],
              both(part, part, part, part), f"batch entry {b}")
     return {"bytes": int(q.nbytes)}
+
+
+def large_group():
+    """2.7e8 rows of one key head: the last queries are those of a small call."""
+    N = 2**22 + 2**16
+    q, k, dout = normal(1, 64, 64, 16), normal(1, 1, 100, 16, seed=1), normal(1, 64, 64, 16, seed=2)
+    many = cp.tile(q, (N // 64, 1))
+    only_last = cp.zeros_like(many)
+    only_last[:, :, -64:] = dout
+    out, lse, dq, dk, dv = both(many, k, k, only_last)
+    last = (out[:, :, -64:], lse[..., -64:], dq[:, :, -64:], dk, dv)
+    same(("out", "lse", "dq", "dk", "dv"), last, both(q, k, k, dout), "a group of 2.7e8 rows")
+    return {"rows": 64 * N}
 
 
 def large_mask():

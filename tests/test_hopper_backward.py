@@ -28,7 +28,7 @@ def test_every_row_compiles_as_it_is_meant(row, dtype):
     """No warning that products wait for each other or registers stay, next to nothing spilled."""
     p = problem(**USUAL | {"d": row.d, "d_v": row.d - 8, "dtype": dtype, "out_dtype": dtype})
     before, launch, behind = make_plan("backward", p, HOPPER).launches
-    assert launch.entry == "hopper_backward" and launch.config.Br == row.Br
+    assert (launch.entry, launch.config.Br, launch.config.Bc) == (row.entry, row.Br, row.Bc)
     _, log = compiled(launch)
     assert "C75" not in log, log
     found = nvrtc.resources(log)
@@ -49,12 +49,11 @@ def layout(name, strides=(1 << 20, 1 << 18, 128, 2), dtype="bfloat16"):
 
 @pytest.mark.parametrize("changes, words", [
     ({"dtype": "float32", "out_dtype": "float32", "precision": "tf32"}, "16 bits"),
-    ({"d": 136}, "up to 128"), ({"d_v": 160}, "up to 128"),
     ({"has_mask": True}, "no mask"), ({"bias_shape": (1, 1, 1, 1)}, "no mask, bias"),
     ({"softcap": 3.0}, "softcap"), ({"has_alibi": True}, "ALiBi"),
     ({"deterministic": True}, "no order"),
     ({"heads_q": 12, "heads_k": 4}, "a group of 3 heads"),
-    ({"Nk": 2**28}, "too long"), ({"Nq": 2**27, "heads_q": 4, "heads_k": 2}, "too long"),
+    ({"Nk": 2**30}, "too long"), ({"Nq": 2**29, "heads_q": 4, "heads_k": 2}, "too long"),
     ({"layouts": (layout("dout", dtype="float32"),)}, "dout has float32"),
     ({"layouts": (layout("dout"),), "unaligned": ("dout",)}, "dout does not begin"),
     ({"layouts": (layout("k", (1 << 20, 1 << 18, 120, 2)),)}, "strides of k"),
@@ -63,7 +62,7 @@ def test_what_it_cannot_do_is_said(changes, words):
     p = problem(**USUAL | changes)
     assert words in obstacle_of(p, HOPPER)
     launches = make_plan("backward", p, HOPPER).launches
-    assert all(launch.entry != "hopper_backward" for launch in launches)
+    assert all(not launch.entry.startswith("hopper_") for launch in launches)
 
 
 def test_other_gpus_have_the_fused_kernel_and_say_why():

@@ -1,5 +1,5 @@
-// A consumer of the backward kernel: a warpgroup that owns 64 keys. dS goes through shared memory once,
-// for dQ += dS K, which is added to sums in global memory.
+// A consumer of the backward kernel: a warpgroup that owns 64 keys. dS goes through shared memory
+// once, for dQ += dS K, which is added to sums in global memory.
 #pragma once
 
 #include "../ptx/reduce.cuh"
@@ -80,7 +80,7 @@ struct BackwardConsumer : BackwardRows<Config, HopperBackwardTiles<Config>> {
     ptx::products_wait<1>();
     ptx::settle(S);
     this->find_exponents(S, scale);
-    if (hides) this->hide(S);                                // whatever the scale's sign
+    if (hides) this->hide(S);                           // whatever the scale's sign
     this->exponentiate(S);
     this->round(P, S);
     if (Traits::early) {
@@ -145,9 +145,10 @@ struct BackwardConsumer : BackwardRows<Config, HopperBackwardTiles<Config>> {
               + dq_offset<Config>(warp() + (Traits::half_rows ? 4 * group : 0),
                                   Traits::half_rows ? 0 : 4 * group, 0, lane());
     if (first < end) {
+      const int count = end - first;
       if (group == 1) pass_turn();                      // the first begins
 #pragma unroll 1
-      for (int i = 0; i < end - first; ++i) step(w, i, scale);
+      for (int i = 0; i < count; ++i) step(w, i, scale);
       finish_queries();
     }
     ptx::named_barrier_wait(1, 256);                    // both have done with the tiles

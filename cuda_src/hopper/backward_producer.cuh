@@ -37,8 +37,8 @@ struct BackwardProducer {
       const SmemAddress q_full = tiles.q().full(stage), dout_full = tiles.dout().full(stage);
       tiles.dout().claim(place, "dout_empty");
       ptx::barrier_expect(dout_full, Traits::dout_bytes + Traits::state_bytes);
-      ptx::load_bytes(ptx::smem_address(tiles.state(stage)), w.state + tile * Traits::state_bytes,
-                      Traits::state_bytes, dout_full);
+      ptx::load_bytes(ptx::smem_address(tiles.state(stage)),
+                      w.state + int64(tile) * Traits::state_bytes, Traits::state_bytes, dout_full);
       load_panels<Config::d_v, Config::Br>(tiles.dO(stage), p.dout_map, dout_full, head,
                                            tile * step, w.b);
       tiles.q().claim(place, "q_empty");

@@ -1,5 +1,5 @@
-// What the consumers of the backward kernels for sm_90a have in common: products over a tile of rows,
-// what is hidden in it, and the arithmetic between the products.
+// What the consumers of the backward kernels for sm_90a have in common: products over a tile of
+// rows, what is hidden in it, and the arithmetic between the products.
 //
 // Scores are computed transposed, keys as rows: P^T and dS^T are then operands of dV += P^T dO and
 // dK += dS^T Q in the registers that hold them. What is multiplied lies at addresses of which the

@@ -42,7 +42,6 @@ template <typename Config>
 struct HopperBackwardTiles {
   using Traits = HopperBackwardTraits<Config>;
   using RowRing = Ring<Traits::stages>;
-  using RowPlace = Place<Traits::stages>;
   KeyWork* work;
   unsigned char* memory_;
   SmemAddress barriers;    // behind the work

@@ -49,8 +49,8 @@ def plan_backward(problem, device):
     """One walk over the rows for all gradients; the general kernels for what has none."""
     tuned, obstacle = cuda_hopper_backward.choose(problem, device)
     if tuned:
-        config, smem, reason = tuned
-        main = _launch("hopper_backward", config, _key_tiles(problem, config), 1, smem, reason)
+        row, config, smem = tuned
+        main = _launch(row.entry, config, _key_tiles(problem, config), 1, smem, row.reason)
         return _plan_one_walk(problem, device, main, cuda_hopper_backward.around(config))
     config, smem, reason = cuda_fused.choose(problem, device)
     if config is None:

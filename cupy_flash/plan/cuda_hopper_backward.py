@@ -1,7 +1,7 @@
-"""The backward kernel for sm_90a: its tiles, and when it serves.
+"""The backward kernels for sm_90a: their tiles, and when they serve.
 
-It multiplies by wgmma and loads by the TMA unit, like the forward kernel of `cuda_hopper`, and
-stands between the same two small kernels as the fused kernel for every GPU.
+They multiply by wgmma and load by the TMA unit, like the forward kernel of `cuda_hopper`, and stand
+between the same two small kernels as the fused kernel for every GPU.
 """
 
 from dataclasses import replace
@@ -9,39 +9,44 @@ from math import ceil
 from typing import NamedTuple
 
 from .cuda_fused import CONSTANTS
-from .cuda_hopper import PANEL, obstacle_in, obstacle_to_wgmma
+from .cuda_hopper import MOST_ROWS, PANEL, obstacle_in, obstacle_to_wgmma
 from .cuda_tiles import lazy
 from .types import CudaConfig
 
-KEYS, WARPS = 128, 12       # of a block: two consumers of 64 keys, and a producer
-MOST_ROWS = 2**28           # packed rows, and keys: lse and delta of a head have 32-bit offsets
+WARPS = 12                  # of a block: two consumers and a producer
 # Warps, roles, parts, stages, blocks of the kernels around, which are those of the fused kernel.
 AROUND = 4, (1, 1, 1, 2)
 
 
 class Row(NamedTuple):
-    """A row of the table: rows of a tile, and the head dims to which narrower ones are padded."""
+    """A row of the table: kernel, rows and keys of a tile, and the widest head dim it serves."""
 
+    entry: str
     Br: int
+    Bc: int
     d: int
     reason: str
 
 
 ROWS = (
-    Row(128, 64, "two consumers of 64 keys; each has dQ of half the rows"),
-    Row(64, 128, "two consumers of 64 keys, whose dK and dV take half of the registers; each has "
-        "dQ of half the columns"),
+    Row("hopper_backward", 128, 128, 64,
+        "two consumers of 64 keys; each has dQ of half the rows"),
+    Row("hopper_backward", 64, 128, 128,
+        "two consumers of 64 keys, whose dK and dV take half of the registers; each has dQ of half "
+        "the columns"),
+    Row("hopper_backward_wide", 64, 64, 256,
+        "dK and dV of 64 keys take half of the registers of two consumers"),
 )
 
 
 def choose(problem, device):
-    """(config, bytes of shared memory, reason) of the row that serves; or None, and why not."""
+    """(row, config, bytes of shared memory) of the row that serves; or None, and why not."""
     obstacle = obstacle_of(problem, device)
     if obstacle:
         return None, obstacle
     row = next(row for row in ROWS if max(problem.d, problem.d_v) <= row.d)
     config = config_of(problem, row)
-    return (config, smem_bytes(config), row.reason), None
+    return (row, config, smem_bytes(row, config)), None
 
 
 def obstacle_of(problem, device):
@@ -50,8 +55,6 @@ def obstacle_of(problem, device):
     obstacle = obstacle_to_wgmma(p, device)
     if obstacle:
         return obstacle
-    if max(p.d, p.d_v) > ROWS[-1].d:
-        return f"its head dims go up to {ROWS[-1].d}"
     if p.has_mask or p.bias_shape or p.has_alibi or p.softcap:
         return "it knows no mask, bias, ALiBi or softcap"
     if p.deterministic:
@@ -65,7 +68,10 @@ def obstacle_of(problem, device):
 
 def config_of(problem, row):
     """What the kernel is compiled for, to serve this problem with this row."""
-    return CudaConfig(problem.dtype, None, row.d, row.d, row.Br, KEYS, WARPS, False, lazy(problem),
+    d = d_v = row.d
+    if row.entry == "hopper_backward_wide":
+        d, d_v = (ceil(x / PANEL) * PANEL for x in (problem.d, problem.d_v))
+    return CudaConfig(problem.dtype, None, d, d_v, row.Br, row.Bc, WARPS, False, lazy(problem),
                       (("blocks", 1),))
 
 
@@ -76,11 +82,13 @@ def around(config):
                    constants=tuple(zip(CONSTANTS, constants, strict=True)))
 
 
-def smem_bytes(config):
+def smem_bytes(row, config):
     """Dynamic shared memory of a block, as the kernel's traits add it up."""
     def tile(rows, columns):
         return rows * ceil(columns / PANEL) * 2 * PANEL
 
-    keys = 2 * tile(config.Bc, config.d)
-    stage = 2 * tile(config.Br, config.d) + tile(config.Bc, config.Br) + 2 * config.Br * 4
-    return 1024 + keys + 2 * stage + 2 * config.Br * 8
+    keys = tile(config.Bc, config.d) + tile(config.Bc, config.d_v)
+    stage = (tile(config.Br, config.d) + tile(config.Br, config.d_v) + tile(config.Bc, config.Br)
+             + 2 * config.Br * 4)
+    P = config.Bc * config.Br * 4 if row.entry == "hopper_backward_wide" else 0
+    return 1024 + keys + 2 * stage + P + 2 * config.Br * 8

@@ -36,7 +36,7 @@ FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-U_FOR
          "-ffp-contract=off", "-fvisibility=hidden", "-fno-gnu-unique")
 NAN_BYTE = 0xFF
 # Kernels whose blocks have a task each.
-ONE_TASK = ("hopper_backward",)
+ONE_TASK = ("hopper_backward", "hopper_backward_wide")
 FAULTS = {1: "its threads wait for each other", 2: "it used memory that is not there",
           3: "params.py and params.cuh differ in size"}
 _jobs = ThreadPoolExecutor(2)

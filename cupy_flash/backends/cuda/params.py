@@ -118,7 +118,7 @@ def pack(plan, launch, operands, addresses):
     if "hopper_forward" in entries:
         values |= cuda_hopper.extras(p, launch.config)
         dtype = HopperForwardParams
-    elif "hopper_backward" in entries:          # the kernels around it read the first part
+    elif any(x.startswith("hopper_") for x in entries):     # the others read the first part
         dtype = HopperBackwardParams
     packed = np.zeros(1, dtype)
     for name, value in values.items():

@@ -17,6 +17,7 @@ ENTRIES = {
     "forward_registers": ("mma/forward.cuh", "ForwardParams"),
     "hopper_forward": ("hopper/forward.cuh", "HopperForwardParams"),
     "hopper_backward": ("hopper/backward.cuh", "HopperBackwardParams"),
+    "hopper_backward_wide": ("hopper/backward_wide.cuh", "HopperBackwardParams"),
     "combine": ("combine.cuh", "ForwardParams"),
     "delta": ("delta.cuh", "BackwardParams"),
     "backward_prepare": ("mma/prepare.cuh", "BackwardParams"),
