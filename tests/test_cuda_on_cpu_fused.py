@@ -23,36 +23,54 @@ SMALL = {
 }
 # Waits and barriers of the kernel in all its forms.
 PLACES = 14
-TABLE = [x for x in FEATURES if not (x.label[1:2].isdigit() or x.mask or x.bias or x.softcap
-                                     or x.alibi)]
+# Everything at once.
+FEATURED = {"mask": "dense", "bias": "1hqk", "softcap": 20.0, "alibi": "h"}
+TABLE = [x for x in FEATURES if not x.label[1:2].isdigit() and x.bias_dtype != "float64"]
 
 
 def run(x, tile, out, lse, **options):
     """dq, dk, dv of the fused kernel in the accumulators' dtype."""
+    return run_all(x, tile, out, lse, **options)[:3]
+
+
+def run_all(x, tile, out, lse, **options):
+    """The same and dbias, or None."""
     gpu = Fibers(fused=tile, **options)
     got = gpu.backward(x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse, grad_dtype=wide(x),
-                       **x.options)[:3]
+                       **x.options)
     assert not x.k.size or "backward_fused" in gpu.barriers
     return got
 
 
+def small_tile(x, kind):
+    """Of `SMALL`; roles serve no features."""
+    Br, Bc, warps, roles, parts, stages = SMALL[kind]
+    if {"mask", "bias", "softcap", "alibi_slopes"} & {*x.options}:
+        return Br, Bc, warps // roles, 1, parts, stages
+    return SMALL[kind]
+
+
 def check(label, kind, x, tile):
     out, lse, *want = on_cpu(x)
-    assert_same(label, kind, (out, lse, *run(x, tile, out, lse)), (out, lse, *want[:3]))
+    assert_same(label, kind, (out, lse, *run_all(x, tile, out, lse)), (out, lse, *want))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("feature", TABLE, ids=lambda feature: feature.label)
 def test_table(feature, kind):
-    check(feature.label, kind, inputs(small(feature, kind)), SMALL[kind])
+    x = inputs(small(feature, kind))
+    check(feature.label, kind, x, small_tile(x, kind))
 
 
+@pytest.mark.parametrize("features", [{}, FEATURED], ids=["plain", "features"])
 @pytest.mark.parametrize("kind, tile", [(kind, tile) for kind in TILES for tile in TILES[kind]],
                          ids=str)
-def test_each_row_of_the_planners_table(kind, tile):
+def test_each_row_of_the_planners_table(kind, tile, features):
+    if features and tile.roles > 1:
+        pytest.skip("serves no problem with features")
     dtype, precision = KINDS["float16" if kind == "16-bit" else kind]
     x = inputs(Case("tile", Nq=141, Nk=170, Hq=1, Hk=1, d=tile.d, d_v=tile.d - 24, causal=True,
-                    dtype=dtype, precision=precision, data="mean1"))
+                    dtype=dtype, precision=precision, data="mean1", **features))
     check("tile", "float16" if kind == "16-bit" else kind, x, tile[1:-2])
 
 
@@ -105,6 +123,43 @@ def test_scores_are_those_of_forward(kind, d):
             assert np.abs(difference).max() <= rounding * np.abs(x.dout.astype(np.float64)).max()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axes", ["bhqk", "1hqk", "b1qk", "bhq1"])
+@pytest.mark.parametrize("case", [
+    {}, {"causal": True, "q_offset": -40}, {"window": (9, 4), "mask": "dense"},
+    {"q_lens": (70, 13), "kv_lens": (20, 66), "Hq": 4}, {"softcap": 9.0},
+], ids=str)
+def test_dbias(case, axes, kind):
+    """Written by the kernel where each score has an element, in rows and keys that see nothing too;
+    otherwise, or behind a softcap, by `dbias`."""
+    dtype, precision = KINDS[kind]
+    x = inputs(Case("dbias", **{"Nq": 75, "Nk": 69, "B": 2, "Hq": 2, "Hk": 2, "d": 20, "d_v": 36}
+                    | case, bias=axes, dtype=dtype, precision=precision))
+    out, lse, *want = on_cpu(x)
+    gpu = Fibers(fused=small_tile(x, kind))
+    got = gpu.backward(x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse, grad_dtype=wide(x),
+                       **x.options)
+    assert ("dbias" in gpu.barriers) == (axes != "bhqk" or "softcap" in case)
+    assert_same("dbias", kind, (out, lse, *got), (out, lse, *want))
+
+
+@pytest.mark.parametrize("kind, bias", [
+    ("bfloat16", "float16"), ("float16", "bfloat16"), ("float16", "float32"),
+    ("tf32", "bfloat16"), ("tf32x3", "float16"), ("float64", "float16"), ("float64", "bfloat16"),
+    ("float64", "float32")])
+def test_bias_and_dbias_of_another_dtype(kind, bias):
+    dtype, precision = KINDS[kind]
+    x = inputs(Case("bias", Nq=45, Nk=69, B=1, Hq=2, Hk=1, d=20, d_v=36, bias="bhqk",
+                    bias_dtype=bias, dtype=dtype, precision=precision))
+    out, lse, *_, want = on_cpu(x)
+    got = Fibers(fused=small_tile(x, kind)).backward(x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse,
+                                                     **x.options)
+    assert got[3].dtype == x.options["bias"].dtype
+    exact = run_all(x, small_tile(x, kind), out, lse)
+    assert_bit_equal("dbias", got[3], exact[3].astype(bias))
+    assert_same("dbias", kind, (out, lse, *exact), (out, lse, *exact[:3], want))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_wide_gradients_come_in(dtype):
     """dout and out in float32 that hold 16-bit numbers are those numbers."""
@@ -138,6 +193,13 @@ def check_hidden(run, how, dtype, precision=None, d=20):
         if how == "window":
             keys[b, :, :12 - 6] = True
             rows[b, :, 37 - 12 + 6:] = True
+        elif how == "rows":
+            rows[b] = ~x.options["mask"]
+        elif "padding" in how:
+            keys[b, 0, :, 0] = ~x.options["mask"][b, 0, 0]
+        elif how == "bias":
+            x.options["bias"][b, ..., 5:20] = -np.inf
+            keys[b, :, 5:20] = True
         else:
             keys[b, :, x.options["kv_lens"][b]:] = rows[b, :, x.options["q_lens"][b]:] = True
     where = {"q": rows, "k": keys, "v": keys, "dout": rows}
@@ -156,9 +218,9 @@ def check_hidden(run, how, dtype, precision=None, d=20):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["lens", "lens-causal", "window"])
+@pytest.mark.parametrize("how", HIDDEN)
 def test_hidden_values_do_not_matter(kind, how):
-    check_hidden(lambda x, out, lse: run(x, SMALL[kind], out, lse), how, *KINDS[kind])
+    check_hidden(lambda x, out, lse: run(x, small_tile(x, kind), out, lse), how, *KINDS[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)

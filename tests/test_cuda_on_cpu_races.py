@@ -169,6 +169,7 @@ WAITS["hopper_backward_wide"] = [f"{name}:0" for name in (
 WAITS["hopper_backward_wide"] += [*ZEROS, *(line_of("hopper/backward_wide.cuh", text) for text in (
     "// all warps have done with the ranges", "// dS to the products",
     "// both have done with the tiles"))]
+FEATURES = {"mask": "per-query", "bias": "1hqk", "softcap": 5.0}
 FORMS = {
     "registers": registers("bfloat16", 32, 16, 2),
     "Q in registers": registers("float16", 64, 32, 4, keep_Q=True),
@@ -179,6 +180,10 @@ FORMS = {
     "parts": fused("float16", 32, 32, 4, 1, 2, 2, d=20, d_v=35),
     "TF32, a stage": fused("tf32", 32, 32, 2, 1, 1, 1),
     "float64": fused("float64", 32, 32, 4, 1, 2, 1),
+    "features": fused("bfloat16", 32, 32, 2, 1, 1, 2, **FEATURES),
+    "features, parts": fused("float16", 32, 32, 4, 1, 2, 1, **FEATURES),
+    "features, TF32, a stage": fused("tf32", 32, 32, 2, 1, 1, 1, **FEATURES),
+    "features, float64": fused("float64", 32, 32, 4, 1, 2, 1, **FEATURES),
     "forward": general("forward"),
     "dkdv": general("backward_dkdv"),
     "dq": general("backward_dq"),

@@ -168,15 +168,14 @@ def test_no_split_is_empty(Nk):
 
 
 def test_backward_has_one_writer_for_each_gradient():
-    plan = make_plan("backward", problem(bias_shape=(1, 4, 1000, 1), dbias_dtype="float32"), H200)
+    plan = make_plan("backward", problem(bias_shape=(1, 4, 1000, 1), dbias_dtype="float32",
+                                         deterministic=True), H200)
     assert [x.entry for x in plan.launches] == ["delta", "backward_dkdv", "backward_dq", "dbias"]
     assert [(b.name, b.extent, b.dtype) for b in plan.workspace] == [("delta", 8000, "float32")]
     delta, dkdv, dq, dbias = plan.launches
     assert delta.tasks == 2000 and dkdv.tasks == 4 * 47 and dq.tasks == 4 * 32
     assert dbias.tasks == 4 * 16
-    one_writer = make_plan("backward", problem(deterministic=True), H200)
-    assert [x.entry for x in one_writer.launches] == ["delta", "backward_dkdv", "backward_dq"]
-    assert "atomic additions" in str(one_writer)
+    assert "atomic additions" in str(plan)
 
 
 def test_the_fused_backward_sums_dq_in_workspace():
@@ -191,14 +190,25 @@ def test_the_fused_backward_sums_dq_in_workspace():
         "state": (2 * rows, "float32"), "dq_sums": (rows * fused.config.d, "float32")}
 
 
+def test_the_fused_backward_writes_dbias_where_each_score_has_an_element():
+    whole = {"bias_shape": (2, 4, 1000, 3000), "dbias_dtype": "float16"}
+    assert [x.entry for x in make_plan("backward", problem(**whole), H200).launches] == FUSED
+    for change in ({"softcap": 2.0}, {"bias_shape": (1, 4, 1000, 3000)},
+                   {"bias_shape": (2, 4, 1, 3000)}):
+        plan = make_plan("backward", problem(**whole | change), H200)
+        assert [x.entry for x in plan.launches] == [*FUSED, "delta", "dbias"]
+        assert {b.name for b in plan.workspace} == {"state", "dq_sums", "delta"}
+
+
+@pytest.mark.parametrize("features", [False, True])
 @pytest.mark.parametrize("kib", [99, 163, 227])
 @pytest.mark.parametrize("dtype, precision", DTYPES)
-def test_the_fused_backward_serves_where_a_row_fits(dtype, precision, kib):
+def test_the_fused_backward_serves_where_a_row_fits(dtype, precision, kib, features):
     device = replace(H200, smem=kib * 1024)
-    widest = 64 if kib == 99 else 256 if "16" in dtype else 128
+    widest = 64 if kib == 99 else 256 if "16" in dtype and not features else 128
     for d in range(1, 257):
         for d_v in {d, 1, 256}:
-            p = problem(d=d, d_v=d_v, dtype=dtype, precision=precision)
+            p = problem(d=d, d_v=d_v, dtype=dtype, precision=precision, has_mask=features)
             config, smem, reason = cuda_fused.choose(p, device)
             if config is None:
                 assert max(d, d_v) > widest and "such wide heads" in reason
@@ -222,9 +232,9 @@ def test_each_row_of_the_fused_backward_can_be_chosen():
 
 
 @pytest.mark.parametrize("change, why", [
-    ({"has_mask": True}, "mask"), ({"has_alibi": True}, "ALiBi"), ({"softcap": 2.0}, "softcap"),
-    ({"bias_shape": (1, 1, 1, 3000)}, "bias"), ({"deterministic": True}, "no order"),
-    ({"d": 200, "dtype": "float64"}, "wide heads"),
+    ({"deterministic": True}, "no order"), ({"d": 200, "dtype": "float64"}, "wide heads"),
+    ({"d": 200, "has_mask": True}, "wide heads"),
+    ({"bias_shape": (1, 1, 1, 3000), "dbias_dtype": "float64"}, "float64 bias"),
 ], ids=str)
 def test_the_general_backward_serves_the_rest_and_says_why(change, why):
     plan = make_plan("backward", problem(**change), H200)
@@ -240,8 +250,10 @@ def test_the_general_backward_serves_the_rest_and_says_why(change, why):
     ({"Nk": 0}, ["forward_registers"], ["backward_prepare", "backward_finish"]),
     ({"Nk": 0, "deterministic": True}, ["forward_registers"], ["delta", "backward_dq"]),
     ({"batch": 0, "bias_shape": (1, 1, 1000, 3000)}, [], ["dbias"]),
-    ({"Nk": 0, "bias_shape": (1, 1, 1000, 1)}, ["forward"], ["delta", "backward_dq", "dbias"]),
-    ({"Nk": 0, "bias_shape": (1, 1, 1000, 0)}, ["forward"], ["delta", "backward_dq"]),
+    ({"Nk": 0, "bias_shape": (1, 1, 1000, 1)}, ["forward"],
+     ["backward_prepare", "backward_finish", "delta", "dbias"]),
+    ({"Nk": 0, "bias_shape": (1, 1, 1000, 0)}, ["forward"],
+     ["backward_prepare", "backward_finish"]),
 ], ids=str)
 def test_nothing_is_launched_for_nothing(change, forward, backward):
     """But what exists is written: gradients without contributions are zeroed by their kernel."""

@@ -116,7 +116,10 @@ template <typename Config, typename Gradient>
 CF_DEVICE void add_tile(Gradient& g, const Walk<Config>& walk,
                         const Exponential<Config>& exponential, int tile, int end, int stage) {
   using Traits = BackwardFusedTraits<Config>;
-  const StepOf<Config> step(walk.t, tile, stage, !walk.whole(tile));
+  const StepOf<Config> step(walk.p, walk.t, tile, stage, !walk.whole(tile));
+  if constexpr (Config::features) {
+    if (step.holes) forget_blind_rows<Config>(walk.t, stage);
+  }
   step.add_own(g, exponential, [&] {
     if (Config::stages > 1 && tile + 1 < end) walk.copy_rows(tile + 1, 1 - stage);
     if (Config::stages == 1 && !Traits::own && tile + 1 < end) {
@@ -184,6 +187,13 @@ CF_DEVICE void fused_keys(const BackwardParams& p, const FusedTiles<Config>& t, 
   GradientOf<Config> g = {};
   const OwnKeys& own = *t.own;
   if (own.first < own.end) add_rows(g, p, t);
+  if constexpr (Config::features) {
+    if (writes_dbias(p)) {
+      const int first = int(own.first / Config::Br);
+      clear_dbias<Config>(p, own, first,
+                          own.first < own.end ? int(ceil_div(own.end, int64(Config::Br))) : first);
+    }
+  }
   const int part = Share<Config>::part();
   const uint64 dk = p.dk.address + b * p.dk.b + head_k * p.dk.h;
   const uint64 dv = p.dv.address + b * p.dv.b + head_k * p.dv.h;

@@ -7,7 +7,7 @@
 // a warp in float64, as the additions want them.
 #pragma once
 
-#include "../tile/mask.cuh"
+#include "../tile/scores.cuh"
 #include "copy.cuh"
 
 namespace cf {
@@ -36,13 +36,17 @@ struct BackwardFusedTraits {
       Config::Bc * (rows_pitch<T>(Config::d) + rows_pitch<T>(Config::d_v)) * int(sizeof(T));
   static constexpr int score_bytes = Config::Bc * rows_pitch<T>(Config::Br) * int(sizeof(T));
   static constexpr int own_bytes = 18 * 8 + 4 * 8;      // OwnKeys and four of SeenSpan
+  // With features, rows of all stages, and who sees the keys of four tiles.
+  static constexpr int feature_bytes =
+      Config::features ? Config::stages * Config::Br * (int(sizeof(ScoreRow<A>)) + 8)
+                             + 4 * Config::parts * Config::Bc
+                       : 0;
   static constexpr int smem_bytes =
       keys_bytes + (exchange ? 2 : 1) * score_bytes
       + (Config::roles > 1 ? Config::Br * Config::Bc * int(sizeof(A)) : 0)
-      + Config::stages * (rows_bytes + state_bytes + Config::Br * 8) 
-      + own_bytes;
+      + Config::stages * (rows_bytes + state_bytes + Config::Br * 8) + feature_bytes + own_bytes;
   static_assert(Config::Bc * (max(Config::d, Config::d_v) + 4) * int(sizeof(A))
-                    <= smem_bytes - own_bytes,
+                    <= smem_bytes - own_bytes - feature_bytes,
                 "dK and dV must fit in shared memory on their way out");
   // Warps stand in a grid over the tile of dQ.
   static constexpr int warps_m = Config::Br / 16 < Config::warps / 2 ? Config::Br / 16
@@ -158,6 +162,9 @@ struct FusedTiles {
   A* state;            // [stages, lse or delta, Br]; lse is +inf where no key is seen
   KeyRange* ranges;    // [stages, Br], of tiles in which keys are hidden
   SeenSpan* seen;      // [4], of such tiles by their number: some warps still read the last but one
+  ScoreRow<A>* rows;   // with features: [stages, Br]
+  uint64* dbias;       // with features: [stages, Br], where such rows begin in dbias; 0: nowhere
+  unsigned char* seen_keys;  // with features: [4, parts, Bc], whether a part's rows see a key
   OwnKeys* own;
 
   CF_DEVICE explicit FusedTiles(unsigned char* memory) {
@@ -175,6 +182,11 @@ struct FusedTiles {
     }
     state = carver.take<A>(stages * Traits::state_bytes);
     ranges = carver.take<KeyRange>(stages * Config::Br * int(sizeof(KeyRange)));
+    if constexpr (Config::features) {
+      rows = carver.take<ScoreRow<A>>(stages * Config::Br * int(sizeof(ScoreRow<A>)));
+      dbias = carver.take<uint64>(stages * Config::Br * 8);
+      seen_keys = carver.take<unsigned char>(4 * Config::parts * Config::Bc);
+    }
     own = carver.take<OwnKeys>(sizeof(OwnKeys));
     seen = carver.take<SeenSpan>(4 * sizeof(SeenSpan));
   }

@@ -31,6 +31,7 @@ struct RoleStep : Step<Config> {
   using C = typename F::C;
   static constexpr int M = S::keys, N = S::rows, K = N * 16 / F::depth;
   static_assert(Tiles::q_pitch == Tiles::v_pitch, "the roles differ in nothing but addresses");
+  static_assert(!Config::features, "features take the registers of the twice as many scores");
 
   using Base::Base;
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../ptx/reduce.cuh"
-#include "scores.cuh"
+#include "features.cuh"
 
 namespace cf {
 
@@ -37,17 +37,25 @@ struct Step {
   // and dK: in 3xTF32, where they are long, they are compiled once.
   static constexpr bool alike = Config::precision == 2 && Config::d == Config::d_v;
   static constexpr Order order = depth_order<Config>();
+  const BackwardParams& p;
   const Tiles& t;
   const SeenSpan& seen;
+  unsigned char* seen_keys;  // with features
   bool hides;                // whether some row does not see some key, or is none
+  bool holes;                // whether a mask or a bias may hide any key
+  int stage;
   T *Q, *dO;                 // of this stage
   const A* state;
   const KeyRange* ranges;
 
-  CF_DEVICE Step(const Tiles& tiles, int tile, int stage, bool some)
-      : t(tiles),
+  CF_DEVICE Step(const BackwardParams& p_, const Tiles& tiles, int tile, int stage_, bool some)
+      : p(p_),
+        t(tiles),
         seen(t.seen[tile % 4]),
+        seen_keys(Config::features ? t.seen_keys + tile % 4 * Config::parts * Config::Bc : nullptr),
         hides(some),
+        holes(hides_keys<Config>(p_)),
+        stage(stage_),
         Q(t.Q + stage * Tiles::q_step),
         dO(t.dO + stage * Tiles::v_step),
         state(t.state + stage * 2 * Config::Br),
@@ -68,6 +76,52 @@ struct Step {
     if (hides) hide<Config>(P, ranges + row, S::strip(), -inf<A>());
   }
 
+  // The same with features, and of dP what is left of dS = P slope (dP - delta) but for P.
+  CF_DEVICE void find_features(typename F::C (&P)[M][N], typename F::C (&dP)[M][N], int row,
+                               const Exponential<Config>& exponential) const {
+    const A* const lse = state + row + column_here();
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const FourRows<A> shift(lse + Config::Br, j);
+#pragma unroll
+      for (int x = 0; x < M * 8; ++x) dP[x / 8][j].x[x % 8] -= shift[x % 8];
+    }
+    const LaneScores<Config> own(p, t, stage, row);
+    own.scale(P, dP, exponential.scale);
+    own.add_features(P);
+    if (hides) hide<Config>(P, ranges + row, S::strip(), -inf<A>());
+    if (holes) {
+      unsigned char* const keys = seen_keys + S::part() * Config::Bc + S::strip();
+      own.mark_seen(P, keys, row == S::part() * Traits::part);
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const FourRows<A> reference(lse, j);
+#pragma unroll
+      for (int x = 0; x < M * 8; ++x) {
+        A& score = P[x / 8][j].x[x % 8];
+        A& rest = dP[x / 8][j].x[x % 8];
+        rest = score == -inf<A>() ? A(0) : rest;
+        score -= reference[x % 8];
+      }
+    }
+  }
+  CF_DEVICE void differentiate(typename F::C (&dP)[M][N], const typename F::C (&P)[M][N],
+                               int row) const {
+    if constexpr (Config::features) {
+#pragma unroll
+      for (int x = 0; x < M * N * 8; ++x) {
+        dP[x / 8 / N][x / 8 % N].x[x % 8] *= P[x / 8 / N][x / 8 % N].x[x % 8];
+      }
+      if (writes_dbias(p)) {
+        const uint64* const lines = t.dbias + stage * Config::Br + row + column_here();
+        LaneScores<Config>(p, t, stage, row).write(dP, lines);
+      }
+    } else {
+      cf::differentiate<Config>(dP, P, state + Config::Br + row);
+    }
+  }
+
   // Exponents of P, and dP.
   CF_DEVICE void find_both(typename F::C (&P)[M][N], typename F::C (&dP)[M][N], int row,
                            const Exponential<Config>& exponential) const {
@@ -80,12 +134,13 @@ struct Step {
         A_tile = t.V;
         B_tile = dO;
       }
-      find_exponents(P, row, exponential);
+      if constexpr (!Config::features) find_exponents(P, row, exponential);
     } else {
       multiply<Config::d, Tiles::q_pitch>(P, t.K, Q, row);
-      find_exponents(P, row, exponential);
+      if constexpr (!Config::features) find_exponents(P, row, exponential);
       multiply<Config::d_v, Tiles::v_pitch>(dP, t.V, dO, row);
     }
+    if constexpr (Config::features) find_features(P, dP, row, exponential);
   }
 
   static CF_DEVICE void copy_sums(typename F::C (&to)[M][N], const typename F::C (&from)[M][N]) {
@@ -159,17 +214,17 @@ struct Step {
       // between them: the powers beside dP, dS beside dV.
       find_both(P, dS, row, exponential);
       exponentiate<Config>(P);
-      if (hides) hide<Config>(dS, ranges + row, S::strip(), A(0));
+      if (!Config::features && hides) hide<Config>(dS, ranges + row, S::strip(), A(0));
       if constexpr (Traits::exchange) share(t.P, P, row);
       if constexpr (alike) {
-        differentiate<Config>(dS, P, state + Config::Br + row);
+        differentiate(dS, P, row);
         share(t.dS, dS, row);
         add_both(g, P, dS, row);
       } else {
         typename F::A a[M][K];
         make_operands<Config>(a, P);
         add_values(g, a, row);
-        differentiate<Config>(dS, P, state + Config::Br + row);
+        differentiate(dS, P, row);
         share(t.dS, dS, row);
         make_operands<Config>(a, dS);
         add_keys(g, a, row);
@@ -186,9 +241,9 @@ struct Step {
     typename F::C P[M][N], dS[M][N];
     find_both(P, dS, row, exponential);
     exponentiate<Config>(P);
-    if (hides) hide<Config>(dS, ranges + row, S::strip(), A(0));
+    if (!Config::features && hides) hide<Config>(dS, ranges + row, S::strip(), A(0));
     share(t.P, P, row);
-    differentiate<Config>(dS, P, state + Config::Br + row);
+    differentiate(dS, P, row);
     __syncthreads();                                    // P is there
     add_all(t.P, [&](const auto& a, int k) { add_values(g, a, k); });
     __syncthreads();                                    // P and dO are read
@@ -224,7 +279,7 @@ struct Step {
   // sums += dS K, those of dq, in one pass over the warp's columns or in two.
   CF_DEVICE void add_queries(uint64 sums, int pass) const {
     const int column = S::dq_column() + pass * S::dq_columns;
-    if (Config::precision == 2 || hides) {              // long code is compiled once
+    if (Config::precision == 2 || hides || holes) {     // long code is compiled once
       add_columns<true>(sums, column);
     } else {
       add_columns<false>(sums, column);
@@ -257,7 +312,11 @@ struct Step {
 #pragma unroll
         for (int j = 0; j < S::dq_columns; ++j) {
           typename F::B keys = B.load(k, 16 * (column + j));
-          if (some) forget_keys<Config, order>(keys, first - k, end - k);
+          if (holes) {
+            forget_unseen<Config, order>(keys, seen_keys + k);
+          } else if (some) {
+            forget_keys<Config, order>(keys, first - k, end - k);
+          }
           const auto b = operand<Config>(keys);
 #pragma unroll
           for (int i = 0; i < S::dq_rows; ++i) add_product<Config>(piece[i][j], a[i], b);

@@ -95,6 +95,12 @@ CF_DEVICE void copy_whole_tile(typename Config::element* tile, const Tensor& t, 
   }
 }
 
+// Whether each score has an element of dbias of its own, which then is dS.
+CF_DEVICE bool writes_dbias(const BackwardParams& p) {
+  return p.dbias.address != 0 && p.softcap == 0 && p.batch_bias == p.batch
+         && p.heads_bias == p.heads_q && p.Nbias_q == p.Nq && p.Nbias_k == p.Nk;
+}
+
 template <typename Config>
 struct Walk {
   using Traits = BackwardFusedTraits<Config>;
@@ -166,7 +172,7 @@ struct Walk {
     }
     if (gradients) copy_state(tile, stage);
     ptx::close_copies();
-    if (gradients && !whole(tile)) find_hidden(p, tile, stage);
+    if (gradients && (Config::features || !whole(tile))) find_hidden(p, tile, stage);
   }
 
   CF_DEVICE void copy_state(int tile, int stage) const {
@@ -227,7 +233,19 @@ struct Walk {
       const KeyRange seen = keys.of_row(rows, r);
       const bool real = r >= begin && r < rows.rows;
       ranges[r] = {real ? seen.first - key0 : 0, real ? seen.end - key0 : 0};
+      if constexpr (Config::features) {
+        walk.open_row(rows, stage, r, real ? seen : KeyRange{0, 0});
+      }
     }
+  }
+  // What the scores of a row need beside the products, and where its gradient goes.
+  CF_DEVICE void open_row(Rows rows, int stage, int r, KeyRange seen) const {
+    using A = accumulator<typename Config::element>;
+    rows.b = own.head / p.heads_k;
+    rows.head0 = own.head % p.heads_k * p.group;
+    t.rows[stage * Config::Br + r] = open_score_row<Config, A>(p, rows, r, seen);
+    const bool writes = writes_dbias(p) && rows.row0 + r < p.group * p.Nq;
+    t.dbias[stage * Config::Br + r] = writes ? rows.address(p.dbias, r) : 0;
   }
 
   // Waits for what the thread itself has copied, and rounds it where the kind asks for it.

@@ -36,7 +36,7 @@ def _plan_forward_everywhere(problem, device, obstacle):
     if splits > 1:
         reason += f"; {splits} splits of the keys, since {tasks} tiles of rows leave SMs idle"
     launches = [_launch(entry, config, tasks * splits, splits, smem, reason)]
-    rows = p.batch * p.heads_q * p.Nq
+    rows = _rows(p)
     workspace = []
     if splits > 1:
         workspace = [Buffer("out_partial", splits * rows * p.d_v, p.accumulator),
@@ -57,7 +57,7 @@ def plan_backward(problem, device):
         return _plan_general_backward(problem, device, reason)
     reason += f"; not by wgmma: {obstacle}"
     main = _launch("backward_fused", config, _key_tiles(problem, config), 1, smem, reason)
-    return _plan_one_walk(problem, device, main, config)
+    return _plan_one_walk(problem, device, main, replace(config, features=False))
 
 
 def _key_tiles(problem, config):
@@ -74,15 +74,17 @@ def _plan_one_walk(problem, device, main, around):
         _launch("backward_finish", around, tiles, 1, 0, "dq from its sums"),
     ]
     state, sums = cuda_fused.workspace(p, main.config)
-    return _plan("backward", p, device, launches,
-                 [Buffer("state", state, p.accumulator), Buffer("dq_sums", sums, p.accumulator)])
+    workspace = [Buffer("state", state, p.accumulator), Buffer("dq_sums", sums, p.accumulator)]
+    if p.bias_shape and 0 not in p.bias_shape and not cuda_fused.writes_dbias(p):
+        launches += [_delta(p), _dbias(p, device)]
+        workspace.append(_delta_buffer(p))
+    return _plan("backward", p, device, launches, workspace)
 
 
 def _plan_general_backward(problem, device, why):
     """`delta`, one kernel for dk and dv, one for dq, and `dbias` if there is a bias."""
     p = problem
-    rows = p.batch * p.heads_q * p.Nq
-    launches = [_row_launch("delta", p, rows, 1, "rowsum(dO * O) - dlse, once for all that follow")]
+    launches = [_delta(p)]
     config, smem, reason = choose("backward_dkdv", p, device)
     tasks = p.batch * p.heads_k * ceil(p.Nk / config.Bc)
     launches.append(_launch("backward_dkdv", config, tasks, 1, smem, f"{why}; {reason}"))
@@ -90,11 +92,28 @@ def _plan_general_backward(problem, device, why):
     tasks = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
     launches.append(_launch("backward_dq", config, tasks, 1, smem, reason))
     if p.bias_shape:
-        config, smem, reason = choose("dbias", p, device)
-        b, h, n, c = p.bias_shape
-        tasks = b * h * ceil(n / config.Br) * ceil(c / config.Bc)
-        launches.append(_launch("dbias", config, tasks, 1, smem, reason))
-    return _plan("backward", p, device, launches, [Buffer("delta", rows, p.accumulator)])
+        launches.append(_dbias(p, device))
+    return _plan("backward", p, device, launches, [_delta_buffer(p)])
+
+
+def _delta(problem):
+    return _row_launch("delta", problem, _rows(problem), 1,
+                       "rowsum(dO * O) - dlse, once for all that follow")
+
+
+def _delta_buffer(problem):
+    return Buffer("delta", _rows(problem), problem.accumulator)
+
+
+def _rows(problem):
+    return problem.batch * problem.heads_q * problem.Nq
+
+
+def _dbias(problem, device):
+    config, smem, reason = choose("dbias", problem, device)
+    b, h, n, c = problem.bias_shape
+    tasks = b * h * ceil(n / config.Br) * ceil(c / config.Bc)
+    return _launch("dbias", config, tasks, 1, smem, reason)
 
 
 def _forward_kernel(problem, device):

@@ -8,6 +8,7 @@ differ from run to run.
 from math import ceil
 from typing import NamedTuple
 
+from .cuda_tiles import has_features, lazy
 from .types import CudaConfig
 
 FRAGMENT = 16
@@ -72,19 +73,26 @@ TILES = {
 def choose(problem, device):
     """(config, bytes of shared memory, reason) of the fused kernel; config None: not served."""
     p = problem
-    unknown = {"mask": p.has_mask, "bias": bool(p.bias_shape), "ALiBi": p.has_alibi,
-               "softcap": p.softcap != 0}
-    asked = [name for name, there in unknown.items() if there]
-    if asked:
-        return None, 0, f"not the fused kernel, which knows no {asked[0]}"
     if p.deterministic:
         return None, 0, "not the fused kernel, whose atomic additions have no order"
+    dtypes = [str(dtype) for name, _, _, dtype, *_ in p.layouts if name == "bias"]
+    if "float64" in (*dtypes, p.dbias_dtype) and p.dtype != "float64":
+        return None, 0, "not the fused kernel, which takes a float64 bias with float64 alone"
     for tile in TILES[kind_of(p)]:
         config = config_of(p, tile)
         need = smem_bytes(config)
-        if max(p.d, p.d_v) <= tile.d and need <= device.smem:
-            return config, need, tile.reason
+        if max(p.d, p.d_v) > tile.d or need > device.smem:
+            continue
+        if config.features and tile.roles > 1:
+            continue            # features take the registers of the twice as many scores
+        return config, need, tile.reason
     return None, 0, "not the fused kernel, which has no tile for such wide heads here"
+
+
+def writes_dbias(problem):
+    """Whether the kernel writes dbias: each score has an element of its own, without a softcap."""
+    p = problem
+    return p.bias_shape == (p.batch, p.heads_q, p.Nq, p.Nk) and p.softcap == 0
 
 
 def kind_of(problem):
@@ -102,7 +110,7 @@ def config_of(problem, tile):
         d = d_v = max(d, d_v)
     constants = tuple((name, getattr(tile, name)) for name in CONSTANTS)
     return CudaConfig(problem.dtype, problem.precision, d, d_v, tile.Br, tile.Bc, tile.warps,
-                      features=False, constants=constants)
+                      has_features(problem), lazy(problem), constants)
 
 
 def warps_across(tile):
@@ -123,8 +131,9 @@ def smem_bytes(config):
     rows *= 2 if config.precision == "tf32x3" else 1    # in two parts
     scores = tile(config.Bc, config.Br) * (2 if parts > 1 and roles == 1 and size < 8 else 1)
     scores += config.Bc * config.Br * max(4, size) if roles > 1 else 0
-    state = config.Br * (2 * max(4, size) + 8)
-    return keys + scores + stages * (rows + state) + 18 * 8 + 4 * 8
+    state = config.Br * (2 * max(4, size) + 8 + (48 if config.features else 0))
+    seen = 4 * parts * config.Bc if config.features else 0
+    return keys + scores + stages * (rows + state) + seen + 18 * 8 + 4 * 8
 
 
 def workspace(problem, config):
