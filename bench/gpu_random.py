@@ -72,7 +72,7 @@ def kind_of(case):
     return case.precision or case.dtype
 
 
-def run(x, wide, move=np.asarray, back=np.asarray):
+def run(x, wide, move=np.asarray, back=np.asarray, deterministic=False):
     """All results for `Inputs`, as NumPy arrays by name; wide: in the accumulators' type."""
     options = {name: move(value) if isinstance(value, np.ndarray) else value
                for name, value in x.options.items()}
@@ -83,7 +83,7 @@ def run(x, wide, move=np.asarray, back=np.asarray):
     out = move(np.full((*x.q.shape[:-1], x.v.shape[-1]), np.nan, accumulator or x.q.dtype))
     _, lse = cf.attention(q, k, v, out=out, out_dtype=accumulator, return_lse=True, **options)
     grads = cf.attention_backward(dout, q, k, v, out, lse, dlse=dlse, grad_dtype=accumulator,
-                                  **options)
+                                  deterministic=deterministic, **options)
     return {name: None if a is None else back(a)
             for name, a in zip(NAMES, (out, lse, *grads), strict=True)}
 
@@ -237,15 +237,17 @@ def sanitize(options, results):
               for case in CASES if case.label in labels and case.dtype == "float64"]
     tiers = (False, True) if dtype in ("float16", "bfloat16") else (False,)
     wrong = 0
-    for portable, case in product(tiers, chosen):
+    runs = [(case, portable, False) for portable, case in product(tiers, chosen)]
+    runs += [(case, False, True) for case in chosen if case.mask or case.bias]
+    for case, portable, deterministic in runs:
         x = inputs(case)
         try:
             with device_of(portable):
-                got = run(x, False, cupy.asarray, cupy.asnumpy)
+                got = run(x, False, cupy.asarray, cupy.asnumpy, deterministic)
             judge(case.id, got, *answers_to(x), floors(x))
         except AssertionError as error:
             wrong += 1
             say(f"WRONG {error}")
-        say(f"{case.id}{' portable' if portable else ''}")
-    results.add(kind=options.kind, cases=len(chosen) * len(tiers), wrong=wrong)
+        say(f"{case.id}{' portable' * portable}{' deterministic' * deterministic}")
+    results.add(kind=options.kind, cases=len(runs), wrong=wrong)
     return 1 if wrong else 0
