@@ -43,11 +43,6 @@ struct WideConsumer : BackwardRows<Config, HopperBackwardWideTiles<Config>> {
     dq_sums = w.dq_sums + int64(first) * (Br * Config::d * 4)
               + dq_offset<Config>(warp(), 0, 0, lane());
   }
-  // A lane of each warp: the warp has handed something over, or done with it.
-  static CF_DEVICE void arrive(SmemAddress barrier) {
-    __syncwarp();                                       // all lanes have
-    if (lane() == 0) ptx::barrier_arrive(barrier);
-  }
   // 64 columns of dQ = dS K.
   CF_DEVICE void start_queries(SmemAddress dS_tile, int panel) {
     const ptx::UniformDescriptor scores(dS_tile, Bc);
@@ -80,7 +75,8 @@ struct WideConsumer : BackwardRows<Config, HopperBackwardWideTiles<Config>> {
     dq_sums += Br * Config::d * 4;
   }
   CF_DEVICE void store(const Tensor& t, const KeyWork& w, int columns, float scale) const {
-    ptx::named_barrier_wait(1, 256);                    // both have done with the tiles
+    ptx::named_barrier_arrive(6 + group, 256);
+    ptx::named_barrier_wait(7 - group, 256);            // the other has done with the tiles
     constexpr int most = 64 * (Config::d > Config::d_v ? Config::d + 4 : Config::d_v + 4);
     store_sums<T, width>(t, w, 0, columns, sums, scale, tiles.memory + group * most, 2 + group);
   }
@@ -97,15 +93,14 @@ struct ValuesConsumer : WideConsumer<Config, Config::d_v> {
 
   // P as it is to where the other consumer takes it from.
   CF_DEVICE void hand_over() const {
-    const Place<1> at = {place.count};
-    tiles.probabilities().claim(at, "p_empty");
+    ptx::named_barrier_wait(5, 256);                    // the other has taken the P before
     float* const to = tiles.P() + int(threadIdx.x) % 128 * 4;
 #pragma unroll
     for (int i = 0; i < Base::Br / 8; ++i) {
       *reinterpret_cast<FourSums<float>*>(to + i * 512) = {S[4 * i], S[4 * i + 1], S[4 * i + 2],
                                                            S[4 * i + 3]};
     }
-    this->arrive(tiles.probabilities().full(0));
+    ptx::named_barrier_arrive(4, 256);
   }
 
   CF_DEVICE void step(const KeyWork& w, int i, float scale) {
@@ -158,9 +153,9 @@ struct KeysConsumer : WideConsumer<Config, Config::d> {
   typename Base::Scores P, dP;         // dP becomes dS
   typename Base::Operand dS;
 
-  CF_DEVICE void take_over() {
-    const Place<1> at = {place.count};
-    tiles.probabilities().wait(at, "p_full");
+  // last: there is no other.
+  CF_DEVICE void take_over(bool last) {
+    ptx::named_barrier_wait(4, 256);                    // P is there
     const float* const from = tiles.P() + int(threadIdx.x) % 128 * 4;
 #pragma unroll
     for (int i = 0; i < Base::Br / 8; ++i) {
@@ -168,7 +163,22 @@ struct KeysConsumer : WideConsumer<Config, Config::d> {
 #pragma unroll
       for (int j = 0; j < 4; ++j) P[4 * i + j] = x.x[j];
     }
-    this->arrive(tiles.probabilities().empty(0));
+    if (!last) ptx::named_barrier_arrive(5, 256);
+  }
+  // delta of the thread's rows.
+  CF_DEVICE void read_delta(float (&x)[Base::Br / 4]) const {
+    const float* const own = tiles.state(place.stage()) + Base::Br + this->own_row();
+#pragma unroll
+    for (int i = 0; i < Base::Br / 4; i += 2) {
+      const Pair<float> two = *reinterpret_cast<const Pair<float>*>(own + 4 * i);
+      x[i] = two.x[0];
+      x[i + 1] = two.x[1];
+    }
+  }
+  // dP -> dS = P (dP - delta).
+  CF_DEVICE void differentiate(const float (&delta)[Base::Br / 4]) {
+#pragma unroll
+    for (int i = 0; i < Base::Br / 2; ++i) dP[i] = P[i] * (dP[i] - delta[i / 4 * 2 + i % 2]);
   }
   // dS to where both consumers' products read it.
   CF_DEVICE void share(SmemAddress tile) const {
@@ -177,20 +187,23 @@ struct KeysConsumer : WideConsumer<Config, Config::d> {
 #pragma unroll
     for (int i = 0; i < Base::Br / 16; ++i) ptx::store_matrices(own ^ (i * 32), dS[i]);
     ptx::fence_async_reads();                           // dS to the products
-    this->arrive(tiles.scores_full(place.stage()));
+    __syncwarp();                                       // of all lanes
+    if (lane() == 0) ptx::barrier_arrive(tiles.scores_full(place.stage()));
   }
 
-  CF_DEVICE void step(const KeyWork& w, int i) {
+  CF_DEVICE void step(const KeyWork& w, int i, bool last) {
     const int stage = place.stage(), tile = first + i;
     tiles.dout().wait(place, "dout_full");
     tiles.q().wait(place, "q_full");
     if (this->hides(tile)) this->open_some(w, tile);
     this->template start_scores<Config::d_v>(dP, tiles.V(), tiles.dO(stage));
-    take_over();
+    float delta[Base::Br / 4];
+    read_delta(delta);
+    take_over(last);                                    // all have read what came with dO
     ptx::products_wait<0>();
     ptx::settle(dP);
-    this->differentiate(dP, P);
-    this->arrive(tiles.dout().empty(stage));
+    tiles.dout().release(place);
+    differentiate(delta);
     this->round(dS, dP);
     share(tiles.dS(stage));
     ptx::products_begin();
@@ -203,8 +216,9 @@ struct KeysConsumer : WideConsumer<Config, Config::d> {
   CF_DEVICE void run() {
     const KeyWork& w = *tiles.work;
     this->begin(w);
+    if (first < end) ptx::named_barrier_arrive(5, 256); // there is no P yet to be taken
 #pragma unroll 1
-    for (int i = 0; i < end - first; ++i) step(w, i);
+    for (int i = 0; i < end - first; ++i) step(w, i, i + 1 == end - first);
     this->store(this->p.dk, w, int(this->p.d), float(this->p.scale));
   }
 };
