@@ -164,10 +164,11 @@ WAITS["hopper_backward"] += [*ZEROS, *(line_of("hopper/backward_consumer.cuh", t
 WAITS["hopper_backward"] += [line_of("hopper/backward_store.cuh", text) for text in (
     "// the consumer's sums are there", "// and read")]
 WAITS["hopper_backward_wide"] = [f"{name}:0" for name in (
-    "keys_full", "q_full", "dout_full", "q_empty", "dout_empty", "scores_full")]
+    "keys_full", "q_full", "dout_full", "q_empty", "dout_empty", "p_full", "p_empty",
+    "scores_full")]
 WAITS["hopper_backward_wide"] += [*ZEROS, *(line_of("hopper/backward_wide.cuh", text) for text in (
-    "// all warps have done with the ranges", "// dS to the products", "// P is there",
-    "// the other has taken the P before", "// the other has done with the tiles"))]
+    "// all warps have done with the ranges", "// dS to the products",
+    "// the other has done with the tiles"))]
 FEATURES = {"mask": "per-query", "bias": "1hqk", "softcap": 5.0}
 FORMS = {
     "registers": registers("bfloat16", 32, 16, 2),

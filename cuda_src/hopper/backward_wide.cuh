@@ -1,6 +1,9 @@
 // The backward kernel for sm_90a and heads wider than 128: dK and dV of 64 keys take the registers
 // of two warpgroups. One has S, P and dV, the other dP, dS and dK; each adds half of the columns of
 // dQ. P goes from the first to the second in float32, and dS back, a tile later.
+//
+// Every thread arrives for what it has written or read itself. A lane of each warp would do for it,
+// but compute-sanitizer's racecheck does not see that, nor does it see `bar.arrive`.
 // Dao, "FlashAttention-2" (2023), algorithm 2; Shah et al., "FlashAttention-3" (2024), section 3.
 #pragma once
 
@@ -75,8 +78,8 @@ struct WideConsumer : BackwardRows<Config, HopperBackwardWideTiles<Config>> {
     dq_sums += Br * Config::d * 4;
   }
   CF_DEVICE void store(const Tensor& t, const KeyWork& w, int columns, float scale) const {
-    ptx::named_barrier_arrive(6 + group, 256);
-    ptx::named_barrier_wait(7 - group, 256);            // the other has done with the tiles
+    ptx::named_barrier_arrive(4 + group, 256);
+    ptx::named_barrier_wait(5 - group, 256);            // the other has done with the tiles
     constexpr int most = 64 * (Config::d > Config::d_v ? Config::d + 4 : Config::d_v + 4);
     store_sums<T, width>(t, w, 0, columns, sums, scale, tiles.memory + group * most, 2 + group);
   }
@@ -93,14 +96,15 @@ struct ValuesConsumer : WideConsumer<Config, Config::d_v> {
 
   // P as it is to where the other consumer takes it from.
   CF_DEVICE void hand_over() const {
-    ptx::named_barrier_wait(5, 256);                    // the other has taken the P before
+    const Place<1> at = {place.count};
+    tiles.probabilities().claim(at, "p_empty");
     float* const to = tiles.P() + int(threadIdx.x) % 128 * 4;
 #pragma unroll
     for (int i = 0; i < Base::Br / 8; ++i) {
       *reinterpret_cast<FourSums<float>*>(to + i * 512) = {S[4 * i], S[4 * i + 1], S[4 * i + 2],
                                                            S[4 * i + 3]};
     }
-    ptx::named_barrier_arrive(4, 256);
+    ptx::barrier_arrive(tiles.probabilities().full(0));
   }
 
   CF_DEVICE void step(const KeyWork& w, int i, float scale) {
@@ -129,7 +133,7 @@ struct ValuesConsumer : WideConsumer<Config, Config::d_v> {
       ptx::products_wait<0>();
     }
     ptx::settle(this->sums);
-    tiles.dout().release(place);
+    ptx::barrier_arrive(tiles.dout().empty(stage));     // lse and delta came with dO
     ++place.count;
   }
   CF_DEVICE void run() {
@@ -153,9 +157,9 @@ struct KeysConsumer : WideConsumer<Config, Config::d> {
   typename Base::Scores P, dP;         // dP becomes dS
   typename Base::Operand dS;
 
-  // last: there is no other.
-  CF_DEVICE void take_over(bool last) {
-    ptx::named_barrier_wait(4, 256);                    // P is there
+  CF_DEVICE void take_over() {
+    const Place<1> at = {place.count};
+    tiles.probabilities().wait(at, "p_full");
     const float* const from = tiles.P() + int(threadIdx.x) % 128 * 4;
 #pragma unroll
     for (int i = 0; i < Base::Br / 8; ++i) {
@@ -163,7 +167,7 @@ struct KeysConsumer : WideConsumer<Config, Config::d> {
 #pragma unroll
       for (int j = 0; j < 4; ++j) P[4 * i + j] = x.x[j];
     }
-    if (!last) ptx::named_barrier_arrive(5, 256);
+    ptx::barrier_arrive(tiles.probabilities().empty(0));
   }
   // delta of the thread's rows.
   CF_DEVICE void read_delta(float (&x)[Base::Br / 4]) const {
@@ -191,7 +195,7 @@ struct KeysConsumer : WideConsumer<Config, Config::d> {
     if (lane() == 0) ptx::barrier_arrive(tiles.scores_full(place.stage()));
   }
 
-  CF_DEVICE void step(const KeyWork& w, int i, bool last) {
+  CF_DEVICE void step(const KeyWork& w, int i) {
     const int stage = place.stage(), tile = first + i;
     tiles.dout().wait(place, "dout_full");
     tiles.q().wait(place, "q_full");
@@ -199,10 +203,10 @@ struct KeysConsumer : WideConsumer<Config, Config::d> {
     this->template start_scores<Config::d_v>(dP, tiles.V(), tiles.dO(stage));
     float delta[Base::Br / 4];
     read_delta(delta);
-    take_over(last);                                    // all have read what came with dO
+    take_over();
     ptx::products_wait<0>();
     ptx::settle(dP);
-    tiles.dout().release(place);
+    ptx::barrier_arrive(tiles.dout().empty(stage));     // lse and delta came with dO
     differentiate(delta);
     this->round(dS, dP);
     share(tiles.dS(stage));
@@ -216,9 +220,8 @@ struct KeysConsumer : WideConsumer<Config, Config::d> {
   CF_DEVICE void run() {
     const KeyWork& w = *tiles.work;
     this->begin(w);
-    if (first < end) ptx::named_barrier_arrive(5, 256); // there is no P yet to be taken
 #pragma unroll 1
-    for (int i = 0; i < end - first; ++i) step(w, i, i + 1 == end - first);
+    for (int i = 0; i < end - first; ++i) step(w, i);
     this->store(this->p.dk, w, int(this->p.d), float(this->p.scale));
   }
 };

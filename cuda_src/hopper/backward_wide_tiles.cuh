@@ -77,15 +77,19 @@ struct HopperBackwardWideTiles {
   CF_DEVICE SmemAddress keys_full() const { return barriers; }
   CF_DEVICE RowRing q() const { return {barriers + 8}; }
   CF_DEVICE RowRing dout() const { return {q().barriers + RowRing::bytes}; }
+  // P of a tile is there; the second consumer has it.
+  CF_DEVICE Ring<1> probabilities() const { return {dout().barriers + RowRing::bytes}; }
   // dS of a tile is there. Its place is free again when P of the next tile but one is there.
   CF_DEVICE SmemAddress scores_full(int stage) const {
-    return dout().barriers + RowRing::bytes + 8 * stage;
+    return probabilities().barriers + Ring<1>::bytes + 8 * stage;
   }
   // One thread, before the block's threads meet.
   CF_DEVICE void init_barriers() const {
     ptx::barrier_init(keys_full(), 1);
     q().init(4 * Traits::groups);
-    dout().init(4 * Traits::groups);
+    dout().init(128 * Traits::groups);
+    ptx::barrier_init(probabilities().full(0), 128);
+    ptx::barrier_init(probabilities().empty(0), 128);
     for (int i = 0; i < Traits::stages; ++i) ptx::barrier_init(scores_full(i), 4);
     ptx::barriers_ready();
   }
