@@ -107,6 +107,11 @@ class Problem:
         return self.heads_q // self.heads_k if self.heads_k else 1
 
     @property
+    def has_features(self):
+        """Whether scores are more than scale * q.k, beside the range of visible keys."""
+        return self.has_mask or self.has_alibi or bool(self.bias_shape) or self.softcap != 0
+
+    @property
     def accumulator(self):
         """Name of the type of statistics, sums and `lse`."""
         return accumulator_of(self.dtype)

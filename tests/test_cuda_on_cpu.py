@@ -204,18 +204,17 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", HIDDEN)
-def test_hidden_values_do_not_matter(kind, how):
-    dtype, precision = KINDS[kind]
-    x = inputs(Case("hidden", Nq=21, Nk=37, B=2, Hq=2, Hk=1, d=20, d_v=36, dtype=dtype,
-                    precision=precision, **HIDDEN[how]))
-    keys, rows = np.zeros((2, 1, 37, 1), bool), np.zeros((2, 2, 21, 1), bool)
-    for b in range(2):
+def hidden_places(x, how):
+    """Where an array of q and one of k may hold anything; -inf into a bias where it has to hide."""
+    keys, rows = (np.zeros((*a.shape[:-1], 1), bool) for a in (x.k, x.q))
+    Nq, Nk = x.q.shape[-2], x.k.shape[-2]
+    for b in range(len(x.q)):
         if "lens" in how:
             keys[b, :, x.options["kv_lens"][b]:] = rows[b, :, x.options["q_lens"][b]:] = True
         elif how == "window":
-            keys[b, :, :12 - 6] = keys[b, :, 12 + 21 + 2:] = True
+            left, right, offset = *x.options["window"], x.options["q_offset"]
+            keys[b, :, :offset - left] = keys[b, :, offset + Nq + right:] = True
+            rows[b, :, Nk - offset + left:] = True
         elif how == "rows":
             rows[b] = ~x.options["mask"]
         elif "padding" in how:
@@ -223,6 +222,16 @@ def test_hidden_values_do_not_matter(kind, how):
         else:
             x.options["bias"][b, ..., 5:20] = -np.inf
             keys[b, :, 5:20] = True
+    return keys, rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", HIDDEN)
+def test_hidden_values_do_not_matter(kind, how):
+    dtype, precision = KINDS[kind]
+    x = inputs(Case("hidden", Nq=21, Nk=37, B=2, Hq=2, Hk=1, d=20, d_v=36, dtype=dtype,
+                    precision=precision, **HIDDEN[how]))
+    keys, rows = hidden_places(x, how)
     where = {"q": rows, "k": keys, "v": keys, "dout": rows}
 
     def with_hidden(value):

@@ -5,7 +5,16 @@ import pytest
 from cases import FEATURES, KINDS, Case, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers, KernelError
 from numerics import assert_bit_equal
-from test_cuda_on_cpu import HIDDEN, LAYOUTS, assert_same, far_apart, on_cpu, small, wide
+from test_cuda_on_cpu import (
+    HIDDEN,
+    LAYOUTS,
+    assert_same,
+    far_apart,
+    hidden_places,
+    on_cpu,
+    small,
+    wide,
+)
 
 from cupy_flash.plan.cuda_fused import TILES
 from cupy_flash.plan.cuda_registers import Row
@@ -188,20 +197,7 @@ def check_hidden(run, how, dtype, precision=None, d=20):
     """The gradients of run(inputs, out, lse) are the same, whatever hidden keys and rows hold."""
     x = inputs(Case("hidden", Nq=41, Nk=37, B=2, Hq=2, Hk=1, d=d, d_v=36, dtype=dtype,
                     precision=precision, **HIDDEN[how]))
-    keys, rows = np.zeros((2, 1, 37, 1), bool), np.zeros((2, 2, 41, 1), bool)
-    for b in range(2):
-        if how == "window":
-            keys[b, :, :12 - 6] = True
-            rows[b, :, 37 - 12 + 6:] = True
-        elif how == "rows":
-            rows[b] = ~x.options["mask"]
-        elif "padding" in how:
-            keys[b, 0, :, 0] = ~x.options["mask"][b, 0, 0]
-        elif how == "bias":
-            x.options["bias"][b, ..., 5:20] = -np.inf
-            keys[b, :, 5:20] = True
-        else:
-            keys[b, :, x.options["kv_lens"][b]:] = rows[b, :, x.options["q_lens"][b]:] = True
+    keys, rows = hidden_places(x, how)
     where = {"q": rows, "k": keys, "v": keys, "dout": rows}
 
     def call(value):

@@ -178,9 +178,8 @@ def _reads_in_place(problem):
     That takes whole vectors of the accumulators' type, and no option but the range of visible keys.
     """
     p, lanes = problem, VECTOR_BYTES // _itemsize(problem)
-    plain = not (p.has_mask or p.has_alibi or p.bias_shape or p.softcap)
     exact = p.dtype == p.accumulator and p.precision != "tf32"
-    return plain and exact and p.d % lanes == 0 and p.d_v % lanes == 0
+    return not p.has_features and exact and p.d % lanes == 0 and p.d_v % lanes == 0
 
 
 def _threads(problem, device, flops_per_product):

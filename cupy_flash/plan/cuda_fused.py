@@ -8,7 +8,7 @@ differ from run to run.
 from math import ceil
 from typing import NamedTuple
 
-from .cuda_tiles import has_features, lazy
+from .cuda_tiles import lazy
 from .types import CudaConfig
 
 FRAGMENT = 16
@@ -110,7 +110,7 @@ def config_of(problem, tile):
         d = d_v = max(d, d_v)
     constants = tuple((name, getattr(tile, name)) for name in CONSTANTS)
     return CudaConfig(problem.dtype, problem.precision, d, d_v, tile.Br, tile.Bc, tile.warps,
-                      has_features(problem), lazy(problem), constants)
+                      problem.has_features, lazy(problem), constants)
 
 
 def warps_across(tile):

@@ -8,7 +8,7 @@ kernels for every GPU, and the plan says why.
 from math import ceil, e, log2, prod
 from typing import NamedTuple
 
-from .cuda_tiles import FRAGMENT, has_features, lazy
+from .cuda_tiles import FRAGMENT, lazy
 from .types import CudaConfig
 
 PANEL = 64                  # columns of a tile that lie together, 128 bytes
@@ -213,7 +213,7 @@ def config_of(problem, row):
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
     holes = reads_scores(p)
-    features = has_features(p) or not SCALES[0] <= p.scale <= SCALES[1]
+    features = p.has_features or not SCALES[0] <= p.scale <= SCALES[1]
     return CudaConfig(p.dtype, None, d, d_v, row.Br, row.Bc, 4 * (row.Br // 64 + 1), features,
                       lazy(p), (("blocks", 1), ("wide", int(p.out_dtype != p.dtype)),
                                ("narrow", narrow(p)), ("holes", int(holes))))

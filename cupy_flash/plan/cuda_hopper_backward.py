@@ -55,7 +55,7 @@ def obstacle_of(problem, device):
     obstacle = obstacle_to_wgmma(p, device)
     if obstacle:
         return obstacle
-    if p.has_mask or p.bias_shape or p.has_alibi or p.softcap:
+    if p.has_features:
         return "it knows no mask, bias, ALiBi or softcap"
     if p.deterministic:
         return "its atomic additions have no order"

@@ -109,7 +109,7 @@ def choose(problem, device):
 def obstacle_of(problem):
     """What the kernel cannot do of a problem, in words; None if it can do all."""
     p = problem
-    if p.has_mask or p.has_alibi or p.bias_shape or p.softcap:
+    if p.has_features:
         return "mask, bias, softcap and ALiBi go through shared memory"
     if not SCALES[0] <= p.scale <= SCALES[1]:
         return f"a scale of {p.scale:g} cannot be joined with the exponential"

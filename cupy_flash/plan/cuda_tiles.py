@@ -90,14 +90,8 @@ def config_of(entry, problem, tile):
     """What the kernel is compiled for, to serve this problem with this tile."""
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
-    return CudaConfig(p.dtype, p.precision, d, d_v, tile.Br, tile.Bc, tile.warps, has_features(p),
+    return CudaConfig(p.dtype, p.precision, d, d_v, tile.Br, tile.Bc, tile.warps, p.has_features,
                       lazy(p))
-
-
-def has_features(problem):
-    """Whether scores are more than scale * q.k."""
-    p = problem
-    return p.has_mask or p.has_alibi or bool(p.bias_shape) or p.softcap != 0
 
 
 def lazy(problem):
