@@ -2,7 +2,6 @@
 // once, for dQ += dS K, which is added to sums in global memory.
 #pragma once
 
-#include "../ptx/reduce.cuh"
 #include "backward_rows.cuh"
 #include "backward_tiles.cuh"
 
@@ -31,11 +30,7 @@ struct BackwardConsumer : BackwardRows<Config, HopperBackwardTiles<Config>> {
     const int half = group * Bc * PANEL_ROW_BYTES;
     const ptx::UniformDescriptor scores(dS_tile + (Traits::half_rows ? half : 0), Bc);
     const ptx::UniformDescriptor keys(tiles.K() + (Traits::half_rows ? 0 : half), Bc);
-#pragma unroll
-    for (int i = 0; i < Bc / 16; ++i) {
-      const int bytes = i * 16 * PANEL_ROW_BYTES;
-      ptx::multiply_columns(T(), dQ, scores.at(bytes), keys.at(bytes), i > 0);
-    }
+    this->multiply_keys(dQ, scores, keys);
     ptx::products_commit();
   }
 
@@ -50,14 +45,9 @@ struct BackwardConsumer : BackwardRows<Config, HopperBackwardTiles<Config>> {
     }
   }
 
-  // The thread's part of dQ to the sums, in the fragments of `dq_offset`; the next tile's lie
-  // behind them.
+  // The thread's part of dQ to the sums; the next tile's lie behind them.
   CF_DEVICE void add_queries() {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      ptx::add_to_global(dq_sums + dq_offset<Config>(0, j / 2, j % 2, 0), dQ[4 * j], dQ[4 * j + 1],
-                         dQ[4 * j + 2], dQ[4 * j + 3]);
-    }
+    this->add_to_sums(dq_sums, dQ);
     dq_sums += Br * d * 4;
   }
 

@@ -6,6 +6,7 @@
 // compiler can tell that all lanes have the same: a shuffle would take as long as a product.
 #pragma once
 
+#include "../ptx/reduce.cuh"
 #include "backward_store.cuh"
 #include "ring.cuh"
 
@@ -176,7 +177,23 @@ struct BackwardRows {
       for (int i = 0; i < 4; ++i) dP[4 * j + i] = P[4 * j + i] * (dP[4 * j + i] - shift.x[i % 2]);
     }
   }
-
+  // dQ [64, 64] = dS K over all keys of the block, in a group that is left open.
+  static CF_DEVICE void multiply_keys(float (&dQ)[32], const ptx::UniformDescriptor& scores,
+                                      const ptx::UniformDescriptor& keys) {
+#pragma unroll
+    for (int i = 0; i < Bc / 16; ++i) {
+      const int bytes = i * 16 * PANEL_ROW_BYTES;
+      ptx::multiply_columns(T(), dQ, scores.at(bytes), keys.at(bytes), i > 0);
+    }
+  }
+  // And to the sums, in the fragments of `dq_offset`, of which those of 16 columns are neighbours.
+  static CF_DEVICE void add_to_sums(uint64 sums, const float (&dQ)[32]) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      ptx::add_to_global(sums + dq_offset<Config>(0, j / 2, j % 2, 0), dQ[4 * j], dQ[4 * j + 1],
+                         dQ[4 * j + 2], dQ[4 * j + 3]);
+    }
+  }
 };
 
 }  // namespace cf

@@ -7,7 +7,6 @@
 // Dao, "FlashAttention-2" (2023), algorithm 2; Shah et al., "FlashAttention-3" (2024), section 3.
 #pragma once
 
-#include "../ptx/reduce.cuh"
 #include "backward_producer.cuh"
 #include "backward_rows.cuh"
 #include "backward_wide_tiles.cuh"
@@ -46,33 +45,20 @@ struct WideConsumer : BackwardRows<Config, HopperBackwardWideTiles<Config>> {
     dq_sums = w.dq_sums + int64(first) * (Br * Config::d * 4)
               + dq_offset<Config>(warp(), 0, 0, lane());
   }
-  // 64 columns of dQ = dS K.
-  CF_DEVICE void start_queries(SmemAddress dS_tile, int panel) {
-    const ptx::UniformDescriptor scores(dS_tile, Bc);
-    const ptx::UniformDescriptor keys(tiles.K() + panel * Bc * PANEL_ROW_BYTES, Bc);
-    ptx::products_begin();
-#pragma unroll
-    for (int i = 0; i < Bc / 16; ++i) {
-      const int bytes = i * 16 * PANEL_ROW_BYTES;
-      ptx::multiply_columns(T(), dQ, scores.at(bytes), keys.at(bytes), i > 0);
-    }
-    ptx::products_commit();
-  }
-  // The consumer's columns of dQ of a tile to the sums: fragments of 16 columns are neighbours. All
-  // products that were started before are through when it returns.
+  // The consumer's columns of dQ of a tile to the sums. All products that were started before are
+  // through when it returns.
   CF_DEVICE void add_queries(RowPlace at) {
     ptx::barrier_wait(tiles.scores_full(at.stage()), at.parity(), "scores_full");
 #pragma unroll 1
     for (int panel = first_panel(); panel < end_panel(); ++panel) {
-      start_queries(tiles.dS(at.stage()), panel);
+      const ptx::UniformDescriptor scores(tiles.dS(at.stage()), Bc);
+      const ptx::UniformDescriptor keys(tiles.K() + panel * Bc * PANEL_ROW_BYTES, Bc);
+      ptx::products_begin();
+      this->multiply_keys(dQ, scores, keys);
+      ptx::products_commit();
       ptx::products_wait<0>();
       ptx::settle(dQ);
-      const uint64 to = dq_sums + dq_offset<Config>(0, 4 * panel, 0, 0);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        ptx::add_to_global(to + dq_offset<Config>(0, j / 2, j % 2, 0), dQ[4 * j], dQ[4 * j + 1],
-                           dQ[4 * j + 2], dQ[4 * j + 3]);
-      }
+      this->add_to_sums(dq_sums + dq_offset<Config>(0, 4 * panel, 0, 0), dQ);
     }
     ptx::products_wait<0>();                            // also where it has no columns
     dq_sums += Br * Config::d * 4;
