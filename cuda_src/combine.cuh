@@ -12,25 +12,28 @@ struct CombineTraits {
   static_assert(Config::Br == Config::warps, "combine has a warp a row: Br must be warps");
 };
 
-// Tasks: Br rows, one per warp. lse = ln sum exp(lse_s); out = sum exp(lse_s - lse) out_s.
+// Tasks: Br rows, one per warp. l = sum exp(m_s - m) l_s; out = sum exp(m_s - m) l_s / l out_s.
 template <typename Config>
 CF_DEVICE void combine(const ForwardParams& p) {
   using T = accumulator<typename Config::element>;
   const int64 rows = p.batch * p.heads_q * p.Nq;
   const int lane = int(threadIdx.x) % 32;
   const T* const out_partial = reinterpret_cast<const T*>(p.out_partial);   // [splits, rows, d_v]
-  const T* const lse_partial = reinterpret_cast<const T*>(p.lse_partial);   // [splits, rows]
+  const T* const m_partial = reinterpret_cast<const T*>(p.lse_partial);     // [splits, rows]
+  const T* const l_partial = reinterpret_cast<const T*>(p.l_partial);       // [splits, rows]
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
     const int64 row = task * Config::Br + int(threadIdx.x) / 32;
     if (row >= rows) continue;
     T m = -inf<T>();
     for (int64 s = 0; s < p.splits; ++s) {
-      const T lse = lse_partial[s * rows + row];
-      m = lse > m || lse != lse ? lse : m;              // a NaN stays
+      const T m_s = m_partial[s * rows + row];
+      m = m_s > m || m_s != m_s ? m_s : m;              // a NaN stays
     }
     const T m_ref = m == -inf<T>() ? T(0) : m;
     T l = T(0);
-    for (int64 s = 0; s < p.splits; ++s) l += exp(lse_partial[s * rows + row] - m_ref);
+    for (int64 s = 0; s < p.splits; ++s) {
+      l += exp(m_partial[s * rows + row] - m_ref) * l_partial[s * rows + row];
+    }
     const T inverse = l != T(0) ? T(1) / l : T(0);
     const int64 i = row % p.Nq, head = row / p.Nq % p.heads_q, b = row / (p.Nq * p.heads_q);
     const uint64 out = p.out.address + b * p.out.b + head * p.out.h + i * p.out.n;
@@ -38,7 +41,7 @@ CF_DEVICE void combine(const ForwardParams& p) {
       T total = T(0);
       for (int64 s = 0; s < p.splits; ++s) {
         const int64 at = s * rows + row;
-        total += exp(lse_partial[at] - m_ref) * out_partial[at * p.d_v + c];
+        total += exp(m_partial[at] - m_ref) * l_partial[at] * out_partial[at * p.d_v + c];
       }
       store(out + c * p.out.c, p.out.kind, total * inverse);
     }

@@ -39,7 +39,7 @@ struct Params {
 struct ForwardParams : Params {
   int64 splits, split_keys;          // split s has the keys s * split_keys ... (s + 1) * split_keys
   uint64 out_partial;                // [splits, batch, heads_q, Nq, d_v] of the accumulators' type
-  uint64 lse_partial;                // [splits, batch, heads_q, Nq]
+  uint64 lse_partial, l_partial;     // [splits, batch, heads_q, Nq]: m and l, see split.cuh
 };
 
 struct BackwardParams : Params {
@@ -51,12 +51,15 @@ struct BackwardParams : Params {
   uint64 state;                      // [batch, heads_k, tiles, lse or delta, Br] of packed rows
   uint64 dq_sums;                    // [batch, heads_k, tiles, Br * d] in the order of registers
   int64 Nbias_q, Nbias_k, batch_bias, heads_bias;
+  int64 row_splits, split_rows;      // split s has the packed rows s * split_rows ...
+  uint64 dk_sums, dv_sums;           // [row_splits, batch, heads_k, Nk, d or d_v]
+  uint64 normalisers;                // [batch, heads_q, Nq, 2], see tile/normaliser.cuh, or absent
 };
 
 static_assert(sizeof(Tensor) == 48, "Tensor must have 6 fields of 8 bytes");
 static_assert(sizeof(Params) == 8 * 48 + 19 * 8, "Params must have no holes");
-static_assert(sizeof(ForwardParams) == sizeof(Params) + 4 * 8, "ForwardParams must have no holes");
-static_assert(sizeof(BackwardParams) == sizeof(Params) + 6 * 48 + 7 * 8,
+static_assert(sizeof(ForwardParams) == sizeof(Params) + 5 * 8, "ForwardParams must have no holes");
+static_assert(sizeof(BackwardParams) == sizeof(Params) + 6 * 48 + 12 * 8,
               "BackwardParams must have no holes");
 
 }  // namespace cf

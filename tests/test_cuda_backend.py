@@ -96,9 +96,9 @@ def check(launches, direction, problem, arrays):
     for one, (name, grid, block, struct, shared) in zip(plan.launches, launches, strict=True):
         assert name == unit(one.entry, one.config, one.smem_bytes)[0]
         assert (grid, block, shared) == ((one.tasks,), (one.threads,), one.smem_bytes)
-        names = ("out_partial", "lse_partial")
+        names = ("out_partial", "lse_partial", "l_partial")
         if direction == "backward":
-            names = ("delta", "state", "dq_sums")
+            names = ("delta", "state", "dq_sums", "dk_sums", "dv_sums", "normalisers")
         addresses = {name: struct[name] for name in names}
         assert struct == params.pack(plan, one, four_axes(problem, arrays), addresses)[0]
         wanted = {buffer.name for buffer in plan.workspace}

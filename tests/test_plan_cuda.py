@@ -153,7 +153,8 @@ def test_idle_multiprocessors_get_splits_of_the_keys():
     assert (forward.splits - 1) * keys < decode.Nk <= forward.splits * keys
     assert keys >= SPLIT_KEYS
     sizes = {buffer.name: buffer.extent for buffer in plan.workspace}
-    assert sizes == {"out_partial": forward.splits * 8 * 64, "lse_partial": forward.splits * 8}
+    rows = forward.splits * 8
+    assert sizes == {"out_partial": rows * 64, "lse_partial": rows, "l_partial": rows}
     assert len(make_plan("forward", problem(Nq=5000), H200).launches) == 1
     assert len(make_plan("forward", replace(decode, Nk=600), H200).launches) == 1
 
@@ -170,9 +171,11 @@ def test_no_split_is_empty(Nk):
 def test_backward_has_one_writer_for_each_gradient():
     plan = make_plan("backward", problem(bias_shape=(1, 4, 1000, 1), dbias_dtype="float32",
                                          deterministic=True), H200)
-    assert [x.entry for x in plan.launches] == ["delta", "backward_dkdv", "backward_dq", "dbias"]
-    assert [(b.name, b.extent, b.dtype) for b in plan.workspace] == [("delta", 8000, "float32")]
-    delta, dkdv, dq, dbias = plan.launches
+    assert [x.entry for x in plan.launches] == [
+        "normalise", "delta", "backward_dkdv", "backward_dq", "dbias"]
+    assert [(b.name, b.extent, b.dtype) for b in plan.workspace] == [
+        ("normalisers", 16000, "float32"), ("delta", 8000, "float32")]
+    delta, dkdv, dq, dbias = plan.launches[1:]
     assert delta.tasks == 2000 and dkdv.tasks == 4 * 47 and dq.tasks == 4 * 32
     assert dbias.tasks == 4 * 16
     one_writer = make_plan("backward", problem(deterministic=True), H200)
@@ -194,12 +197,13 @@ def test_the_fused_backward_sums_dq_in_workspace():
 
 def test_the_fused_backward_writes_dbias_where_each_score_has_an_element():
     whole = {"bias_shape": (2, 4, 1000, 3000), "dbias_dtype": "float16"}
-    assert [x.entry for x in make_plan("backward", problem(**whole), H200).launches] == FUSED
+    plan = make_plan("backward", problem(**whole), H200)
+    assert [x.entry for x in plan.launches] == ["normalise", *FUSED]
     for change in ({"softcap": 2.0}, {"bias_shape": (1, 4, 1000, 3000)},
                    {"bias_shape": (2, 4, 1, 3000)}):
         plan = make_plan("backward", problem(**whole | change), H200)
-        assert [x.entry for x in plan.launches] == [*FUSED, "delta", "dbias"]
-        assert {b.name for b in plan.workspace} == {"state", "dq_sums", "delta"}
+        assert [x.entry for x in plan.launches] == ["normalise", *FUSED, "delta", "dbias"]
+        assert {b.name for b in plan.workspace} == {"normalisers", "state", "dq_sums", "delta"}
 
 
 @pytest.mark.parametrize("features", [False, True])
@@ -240,8 +244,8 @@ def test_each_row_of_the_fused_backward_can_be_chosen():
 ], ids=str)
 def test_the_general_backward_serves_the_rest_and_says_why(change, why):
     plan = make_plan("backward", problem(**change), H200)
-    assert plan.launches[1].entry == "backward_dkdv"
-    assert "not the fused kernel" in plan.launches[1].reason and why in str(plan)
+    main = next(x for x in plan.launches if x.entry == "backward_dkdv")
+    assert "not the fused kernel" in main.reason and why in str(plan)
 
 
 @pytest.mark.parametrize("change, forward, backward", [
@@ -253,9 +257,9 @@ def test_the_general_backward_serves_the_rest_and_says_why(change, why):
     ({"Nk": 0, "deterministic": True}, ["forward_registers"], ["delta", "backward_dq"]),
     ({"batch": 0, "bias_shape": (1, 1, 1000, 3000)}, [], ["dbias"]),
     ({"Nk": 0, "bias_shape": (1, 1, 1000, 1)}, ["forward"],
-     ["backward_prepare", "backward_finish", "delta", "dbias"]),
+     ["normalise", "backward_prepare", "backward_finish", "delta", "dbias"]),
     ({"Nk": 0, "bias_shape": (1, 1, 1000, 0)}, ["forward"],
-     ["backward_prepare", "backward_finish"]),
+     ["normalise", "backward_prepare", "backward_finish"]),
 ], ids=str)
 def test_nothing_is_launched_for_nothing(change, forward, backward):
     """But what exists is written: gradients without contributions are zeroed by their kernel."""

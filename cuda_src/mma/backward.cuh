@@ -80,14 +80,28 @@ CF_DEVICE void write_rows(const Tensor& t, uint64 base, const OwnKeys& own, int 
   }
 }
 
-// scale * acc as rows of dk or dv, by way of shared memory: the columns from `column` on of the
-// warp's strip go to tile [Bc, width], from where the block writes rows.
-// mine: whether the warp has a part of it.
+// The rows of a tile [Bc, width] to sums [Nk, columns] in memory: the first of them, or one more.
+template <typename Config, int width>
+CF_DEVICE void add_rows_to(uint64 sums, const OwnKeys& own, int columns, bool first,
+                           const accumulator<typename Config::element>* tile) {
+  using A = accumulator<typename Config::element>;
+  constexpr int pitch = width + 4, threads = 32 * Config::warps;
+#pragma unroll 1
+  for (int i = int(threadIdx.x); i < Config::Bc * width; i += threads) {
+    const int key = i / width, c = i % width;
+    if (key >= own.keys) break;
+    if (c >= columns) continue;
+    A& sum = at<A>(sums + ((own.key0 + key) * columns + c) * int64(sizeof(A)));
+    sum = first ? tile[key * pitch + c] : sum + tile[key * pitch + c];
+  }
+}
+
+// scale * acc as rows of a tile [Bc, width] in shared memory: the columns from `column` on of the
+// warp's strip. mine: whether the warp has a part of it.
 template <typename Config, int width, int M, int N>
-CF_DEVICE void store_gradient(const Tensor& t, uint64 base, const OwnKeys& own, int columns,
-                              const typename Fragments<Config>::C (&acc)[M][N], int column,
-                              accumulator<typename Config::element> scale, bool mine,
-                              unsigned char* memory) {
+CF_DEVICE const accumulator<typename Config::element>* stage_gradient(
+    const typename Fragments<Config>::C (&acc)[M][N], int column,
+    accumulator<typename Config::element> scale, bool mine, unsigned char* memory) {
   using A = accumulator<typename Config::element>;
   constexpr int pitch = width + 4;
   A* const tile = reinterpret_cast<A*>(memory);
@@ -107,7 +121,7 @@ CF_DEVICE void store_gradient(const Tensor& t, uint64 base, const OwnKeys& own, 
     }
   }
   __syncthreads();                                      // the tile is there
-  write_rows<Config, width>(t, base, own, columns, tile);
+  return tile;
 }
 
 // One tile of rows, whose operands are in a stage. The next one is copied meanwhile: into the other
@@ -176,13 +190,32 @@ CF_DEVICE void add_rows(Gradient& g, const BackwardParams& p, const FusedTiles<C
   }
 }
 
-// dk, dv and what the keys key0 ... key0 + Bc of a key head add to dq.
+// dk or dv of a block's keys, or what a piece of the rows adds to its sums.
+template <typename Config, int width, int M, int N>
+CF_DEVICE void store_gradient(const BackwardParams& p, const Tensor& t, uint64 sums, int columns,
+                              const OwnKeys& own, const RowPiece& piece, int64 split,
+                              const typename Fragments<Config>::C (&acc)[M][N], int column,
+                              accumulator<typename Config::element> scale, bool mine,
+                              unsigned char* memory) {
+  using A = accumulator<typename Config::element>;
+  const A* const tile = stage_gradient<Config, width>(acc, column, scale, mine, memory);
+  if constexpr (has_pieces<Config>()) {
+    add_rows_to<Config, width>(sums_of<A>(p, sums, columns, split, own.head), own, columns,
+                               piece.first, tile);
+  } else {
+    const uint64 base = t.address + own.head / p.heads_k * t.b + own.head % p.heads_k * t.h;
+    write_rows<Config, width>(t, base, own, columns, tile);
+  }
+}
+
+// dk, dv and what the keys key0 ... key0 + Bc of a key head add to dq, over a piece of the rows.
 template <typename Config>
 CF_DEVICE void fused_keys(const BackwardParams& p, const FusedTiles<Config>& t, int64 b,
-                          int64 head_k, int64 key0, unsigned char* memory) {
+                          int64 head_k, int64 key0, const RowPiece& piece, int64 split,
+                          unsigned char* memory) {
   using Traits = BackwardFusedTraits<Config>;
   using A = accumulator<typename Config::element>;
-  if (threadIdx.x == 0) *t.own = open_keys<Config>(p, b, head_k, key0);
+  if (threadIdx.x == 0) *t.own = open_keys<Config>(p, b, head_k, key0, piece);
   __syncthreads();                                      // it is known who sees the keys
   GradientOf<Config> g = {};
   const OwnKeys& own = *t.own;
@@ -191,29 +224,32 @@ CF_DEVICE void fused_keys(const BackwardParams& p, const FusedTiles<Config>& t, 
     if (writes_dbias(p)) {
       const int first = int(own.first / Config::Br);
       clear_dbias<Config>(p, own, first,
-                          own.first < own.end ? int(ceil_div(own.end, int64(Config::Br))) : first);
+                          own.first < own.end ? int(ceil_div(own.end, int64(Config::Br))) : first,
+                          piece);
     }
   }
   const int part = Share<Config>::part();
-  const uint64 dk = p.dk.address + b * p.dk.b + head_k * p.dk.h;
-  const uint64 dv = p.dv.address + b * p.dv.b + head_k * p.dv.h;
-  store_gradient<Config, Config::d>(p.dk, dk, own, int(p.d), g.dk(), part * Traits::d_part,
-                                    A(p.scale), has_dk<Config>(), memory);
-  store_gradient<Config, Config::d_v>(p.dv, dv, own, int(p.d_v), g.dv(), part * Traits::v_part,
-                                      A(1), has_dv<Config>(), memory);
+  store_gradient<Config, Config::d>(p, p.dk, p.dk_sums, int(p.d), own, piece, split, g.dk(),
+                                    part * Traits::d_part, A(p.scale), has_dk<Config>(), memory);
+  store_gradient<Config, Config::d_v>(p, p.dv, p.dv_sums, int(p.d_v), own, piece, split, g.dv(),
+                                      part * Traits::v_part, A(1), has_dv<Config>(), memory);
 }
 
-// Tasks: tiles of keys of a key head.
+// Tasks: tiles of keys of a key head, each once per split of the rows.
 template <typename Config>
 CF_DEVICE void backward_fused(const BackwardParams& p) {
   CF_DYNAMIC_SHARED(memory);
   const FusedTiles<Config> t(memory);
   const int64 tiles = ceil_div(p.Nk, int64(Config::Bc));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
-    const Turn turn = turn_of(p, task, tiles);          // the first causal keys are seen most
-    fused_keys<Config>(p, t, turn.sequence / p.heads_k, turn.sequence % p.heads_k,
-                       turn.tile * Config::Bc, memory);
-    __syncthreads();                                    // the memory is free for the next task
+    const int64 i = has_pieces<Config>() ? task / p.row_splits : task;
+    const int64 split = has_pieces<Config>() ? task % p.row_splits : 0;
+    const Turn turn = turn_of(p, i, tiles);             // the first causal keys are seen most
+    walk_pieces<Config>(p, split, [&](const RowPiece& piece) {
+      fused_keys<Config>(p, t, turn.sequence / p.heads_k, turn.sequence % p.heads_k,
+                         turn.tile * Config::Bc, piece, split, memory);
+      __syncthreads();                                  // the memory is free for the next one
+    });
   }
 }
 

@@ -96,6 +96,17 @@ struct LaneScores {
       }
     }
   }
+  // S -= ln l, which is 0 in all but a few rows: see normaliser.cuh.
+  CF_DEVICE void subtract_log_l(C (&S)[M][N], int j) const {
+    A log_l[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) log_l[r] = row(j, r).log_l;
+    if (log_l[0] == A(0) && log_l[1] == A(0) && log_l[2] == A(0) && log_l[3] == A(0)) return;
+#pragma unroll
+    for (int x = 0; x < 4 * 2 * M; ++x) {
+      element(S, j, x / (2 * M), x % (2 * M)) -= log_l[x / (2 * M)];
+    }
+  }
   // What comes behind the softcap, but for what ranges hide.
   CF_DEVICE void add_features(C (&S)[M][N]) const {
     if (p.slopes.address != 0) add_alibi(S);
@@ -189,10 +200,11 @@ CF_DEVICE void forget_unseen(typename Fragments<Config>::B& b, const unsigned ch
 // dbias = 0 for the block's keys in the tiles of rows before `first` and from `end` on, which see
 // none of them.
 template <typename Config>
-CF_DEVICE_CALLED void clear_dbias(const BackwardParams& p, const OwnKeys& own, int first, int end) {
+CF_DEVICE_CALLED void clear_dbias(const BackwardParams& p, const OwnKeys& own, int first, int end,
+                                  const RowPiece& piece) {
   const int64 b = own.head / p.heads_k, head0 = own.head % p.heads_k * p.group;
   const uint64 base = p.dbias.address + b * p.dbias.b + head0 * p.dbias.h;
-  for (int64 row = warp_id(); row < p.group * p.Nq; row += Config::warps) {
+  for (int64 row = piece.begin + warp_id(); row < piece.end; row += Config::warps) {
     if (row >= int64(first) * Config::Br && row < int64(end) * Config::Br) continue;
     const uint64 line = base + row % p.group * p.dbias.h + row / p.group * p.dbias.n;
     for (int64 key = own.key0 + lane_id(); key < own.key0 + own.keys; key += 32) {

@@ -10,10 +10,10 @@
 
 namespace cf {
 
-// lse = ln l + m of the warp's rows, -inf of those that see nothing and those behind q_lens. The
+// lse of the warp's rows, -inf of those that see nothing and those behind q_lens. The
 // four lanes that have a row in common share out their rows.
 template <typename Config>
-CF_DEVICE void store_lse(const ForwardWarp<Config>& warp, const Tensor& lse, double scale,
+CF_DEVICE void store_lse(const ForwardWarp<Config>& warp, const ForwardParams& p, int64 split,
                          const Rows& rows, int count) {
   using T = typename ForwardWarp<Config>::F::Sum;
   const int row0 = ForwardRegistersTiles<Config>::row0() + lane_row(), own = lane_id() % 4;
@@ -31,7 +31,7 @@ CF_DEVICE void store_lse(const ForwardWarp<Config>& warp, const Tensor& lse, dou
     if (i + own < 2 * warp.fragments && r < count) {
       const T l_real = r < rows.rows ? l : T(0);
       // The score is rounded as in the backward pass, or large ones and their lse would not cancel.
-      at<T>(rows.address(lse, r)) = ptx::multiply(T(scale), m) + log(l_real);
+      store_m_and_l(p, rows, r, split, ptx::multiply(T(p.scale), m), l_real);
     }
   }
 }
@@ -40,12 +40,12 @@ CF_DEVICE void store_lse(const ForwardWarp<Config>& warp, const Tensor& lse, dou
 // rows of the tile that exist in the arrays. They go by way of the warp's part of Q.
 template <typename Config>
 CF_DEVICE void store_warp(ForwardWarp<Config>& warp, const ForwardRegistersTiles<Config>& t,
-                          const Params& p, const Tensor& out, const Tensor& lse, const Rows& rows,
-                          int count) {
+                          const ForwardParams& p, const Rows& rows, int64 split, int count) {
   using U = typename Config::element;
   using T = accumulator<U>;
   using Traits = ForwardRegistersTraits<Config>;
   constexpr int pitch = Traits::pitch_Q, width = 16 * Traits::columns;
+  const Tensor out = split_out<T>(p, split);
   const int row0 = t.row0(), column0 = t.column0(), columns = int(p.d_v) - column0;
   const int rows_left = count - row0;
   const uint64 base = rows.base(out) + column0 * out.c;
@@ -86,7 +86,9 @@ CF_DEVICE void store_warp(ForwardWarp<Config>& warp, const ForwardRegistersTiles
     store_staged<Traits::rows, width, pitch>(stage, out, base, rows.packed, row0, rows_left,
                                              columns);
   }
-  if (lse.address != 0 && t.part() == 0) store_lse(warp, lse, p.scale, rows, count);
+  if ((p.lse.address != 0 || p.splits > 1) && t.part() == 0) {
+    store_lse(warp, p, split, rows, count);
+  }
 }
 
 // What a task is, beside the loop over tiles that all rows see whole: it lies in memory, for that
@@ -276,7 +278,6 @@ CF_DEVICE void forward_registers_tile(const ForwardParams& p,
                                       const ForwardRegistersTiles<Config>& t, int64 b, int64 head_k,
                                       int64 row0, int64 split) {
   using Traits = ForwardRegistersTraits<Config>;
-  using Sum = typename ForwardWarp<Config>::F::Sum;
   constexpr int Br = Config::Br, Bc = Config::Bc;
   const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Br);
   const TileKeys keys(p, rows, split * p.split_keys, (split + 1) * p.split_keys);
@@ -310,8 +311,7 @@ CF_DEVICE void forward_registers_tile(const ForwardParams& p,
   if (Config::keep_Q && any) warp.keep_Q();             // otherwise results take its place at once
   walk.walk(warp, begin);
   const int count = int(min(p.group * p.Nq - task.rows.row0, int64(Br)));
-  store_warp(warp, t, p, split_result<Sum>(p, p.out, p.out_partial, p.d_v, task.split),
-             split_result<Sum>(p, p.lse, p.lse_partial, 1, task.split), task.rows, count);
+  store_warp(warp, t, p, task.rows, task.split, count);
 }
 
 // Tasks: tiles of query rows of a key head, each once per split of the keys.

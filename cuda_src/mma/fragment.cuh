@@ -6,6 +6,7 @@
 #include "../ptx/mma.cuh"
 #include "../ptx/shared.cuh"
 #include "../tile/chain.cuh"
+#include "../tile/long_sums.cuh"
 
 namespace cf {
 
@@ -278,7 +279,7 @@ CF_HOST_DEVICE constexpr int rest_rows(int rows) {
 // 16-bit types hide both.
 template <typename Config>
 CF_HOST_DEVICE constexpr bool fresh_sums() {
-  return sizeof(typename Config::element) > 2;
+  return sizeof(typename Config::element) > 2 || Fresh<Config>::value;
 }
 
 // An accumulator as operands A: one of a depth of 16, or two of 8 in the paired order. Rounds to

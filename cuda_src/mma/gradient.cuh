@@ -7,7 +7,8 @@
 // a warp in float64, as the additions want them.
 #pragma once
 
-#include "../tile/scores.cuh"
+#include "../tile/long_sums.cuh"
+#include "../tile/normaliser.cuh"
 #include "copy.cuh"
 
 namespace cf {

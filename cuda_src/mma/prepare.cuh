@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../delta.cuh"
+#include "../tile/normaliser.cuh"
 #include "gradient.cuh"
 
 namespace cf {
@@ -72,7 +73,8 @@ CF_DEVICE void prepare_rows(const BackwardParams& p, const Rows& rows, uint64 st
     const int r = r0 + int(threadIdx.x) / Traits::lanes;
     A lse = -inf<A>(), delta = A(0);
     if (r < rows.rows) {
-      lse = at<const A>(rows.address(p.lse, r));
+      lse = Config::features ? normaliser_of<A>(p, rows, r).reference
+                             : at<const A>(rows.address(p.lse, r));
       delta = lane_delta<Config>(p, rows.address(p.out, r), rows.address(p.dout, r), lane, whole);
     }
     delta = lanes_sum<Traits::lanes>(delta);

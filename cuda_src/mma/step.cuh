@@ -104,6 +104,7 @@ struct Step {
         rest = score == -inf<A>() ? A(0) : rest;
         score -= reference[x % 8];
       }
+      if (p.normalisers != 0) own.subtract_log_l(P, j);
     }
   }
   CF_DEVICE void differentiate(typename F::C (&dP)[M][N], const typename F::C (&P)[M][N],

@@ -45,7 +45,8 @@ CF_DEVICE int from_first(const OwnKeys& own, int64 key) {
 }
 
 template <typename Config>
-CF_DEVICE OwnKeys open_keys(const BackwardParams& p, int64 b, int64 head_k, int64 key0) {
+CF_DEVICE OwnKeys open_keys(const BackwardParams& p, int64 b, int64 head_k, int64 key0,
+                            const RowPiece& piece) {
   using T = typename Config::element;
   const int64 q_len = length(p.q_lens, b, p.Nq);
   OwnKeys own = {b * p.heads_k + head_k, key0};
@@ -55,6 +56,10 @@ CF_DEVICE OwnKeys open_keys(const BackwardParams& p, int64 b, int64 head_k, int6
   const Range queries = visible_queries(p, key0, key0 + own.keys, q_len, own.kv_len, own.offset);
   own.first = queries.first * p.group;
   own.end = queries.end * p.group;
+  if constexpr (has_pieces<Config>()) {
+    own.first = max(own.first, piece.begin);
+    own.end = min(own.end, piece.end);
+  }
   own.seen_first = from_first(own, queries.first + own.offset - p.left);
   own.seen_end = from_first(own, min(queries.end + own.offset + p.right, own.kv_len));
   own.k = p.k.address + b * p.k.b + head_k * p.k.h;
@@ -243,7 +248,7 @@ struct Walk {
     using A = accumulator<typename Config::element>;
     rows.b = own.head / p.heads_k;
     rows.head0 = own.head % p.heads_k * p.group;
-    t.rows[stage * Config::Br + r] = open_score_row<Config, A>(p, rows, r, seen);
+    t.rows[stage * Config::Br + r] = open_gradient_row<Config, A>(p, rows, r, seen);
     const bool writes = writes_dbias(p) && rows.row0 + r < p.group * p.Nq;
     t.dbias[stage * Config::Br + r] = writes ? rows.address(p.dbias, r) : 0;
   }

@@ -12,12 +12,13 @@ struct ScoreRow {
   int first, end;      // the visible keys by position
   int64 position;
   T width;             // ALiBi's slope of the head
+  T log_l;             // see normaliser.cuh
   uint64 bias, mask;   // where the row starts
 };
 
 template <typename Config, typename T>
 CF_DEVICE ScoreRow<T> open_score_row(const Params& p, const Rows& rows, int r, KeyRange range) {
-  ScoreRow<T> row = {range.first, range.end, 0, T(0), 0, 0};
+  ScoreRow<T> row = {range.first, range.end, 0, T(0), T(0), 0, 0};
   if constexpr (Config::features) {
     if (r < rows.rows) {
       row.position = rows.position(r);

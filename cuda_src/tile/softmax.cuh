@@ -4,7 +4,7 @@
 // Dao, "FlashAttention-2" (2023), algorithm 1.
 #pragma once
 
-#include "scores.cuh"
+#include "normaliser.cuh"
 
 namespace cf {
 
@@ -80,12 +80,13 @@ struct Gradient {
 };
 
 // P = exp(S - lse); dS = P * (dP - delta). Dao et al., "FlashAttention" (2022), appendix B.2.
+// lse and row.log_l are those of a Normaliser.
 template <typename Config, typename T>
 CF_DEVICE Gradient<T> softmax_backward(const Params& p, const ScoreRow<T>& row, T qk, T dP, T lse,
                                        T delta, int key) {
   T slope;
   const T S = score<Config>(p, row, qk, key, slope);
-  const T P = exp(S - lse);
+  const T P = exp(Config::features ? S - lse - row.log_l : S - lse);
   const T dS = S == -inf<T>() ? T(0) : P * (dP - delta);
   return {S, P, dS, dS != T(0) ? dS * slope : dS};
 }

@@ -16,13 +16,14 @@ struct BackwardDqTraits : GradientTraits<Config, Keeps::dS> {
       GradientTraits<Config, Keeps::dS>::common_bytes + Config::Bc * int(sizeof(int));   // + seen
 };
 
-// dk and dv of the keys key0 ... key0 + Bc of one key head, over all packed rows that see any.
+// dk and dv of the keys key0 ... key0 + Bc of one key head, over the rows of a piece that see any.
 // Keys that nobody sees may hold NaN: their P and dS are 0 by selection, and K and V are only read
 // for those two here.
 template <typename Config>
 CF_DEVICE void backward_keys(const BackwardParams& p,
                              const GradientTiles<Config, Keeps::P_and_dS>& t,
-                             const Where<Config>& where, int64 b, int64 head_k, int64 key0) {
+                             const Where<Config>& where, int64 b, int64 head_k, int64 key0,
+                             const RowPiece& piece, int64 split) {
   using T = accumulator<typename Config::element>;
   constexpr int Br = Config::Br, Bc = Config::Bc, d = Config::d, d_v = Config::d_v;
   const int keys = int(min(p.Nk - key0, int64(Bc)));
@@ -33,7 +34,12 @@ CF_DEVICE void backward_keys(const BackwardParams& p,
   const int64 offset = offset_of(p, q_len, kv_len);
   const Range queries = visible_queries(p, key0, key0 + keys, q_len, kv_len, offset);
   // From a whole tile on: the sums are then the same whether a mask or a range hides keys.
-  for (int64 row0 = queries.first * p.group / Br * Br; row0 < queries.end * p.group; row0 += Br) {
+  int64 first = queries.first * p.group / Br * Br, end = queries.end * p.group;
+  if constexpr (has_pieces<Config>()) {
+    first = max(first, piece.begin);
+    end = min(end, piece.end);
+  }
+  for (int64 row0 = first; row0 < end; row0 += Br) {
     const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Br);
     load_state(t, p, rows);
     __syncthreads();                                    // lse is there; Q and dO may change
@@ -46,14 +52,22 @@ CF_DEVICE void backward_keys(const BackwardParams& p,
     multiply<Br>(dv, transposed<Bc>(t.P), as_is<d_v>(t.dO));     // dV += P^T dO
     multiply<Br>(dk, transposed<Bc>(t.dS), as_is<d>(t.Q));       // dK += dS^T Q
   }
-  const PackedRows lines(key0, 1);
-  store_rows(p.dk, p.dk.address + b * p.dk.b + head_k * p.dk.h, lines, keys, int(p.d), dk, where,
-             Uniform<T>{T(p.scale)});
-  store_rows(p.dv, p.dv.address + b * p.dv.b + head_k * p.dv.h, lines, keys, int(p.d_v), dv, where,
-             Uniform<T>{T(1)});
+  if constexpr (has_pieces<Config>()) {
+    const int64 head = b * p.heads_k + head_k;
+    add_rows_to(sums_of<T>(p, p.dk_sums, p.d, split, head), key0, keys, int(p.d), dk, where,
+                T(p.scale), piece.first);
+    add_rows_to(sums_of<T>(p, p.dv_sums, p.d_v, split, head), key0, keys, int(p.d_v), dv, where,
+                T(1), piece.first);
+  } else {
+    const PackedRows lines(key0, 1);
+    store_rows(p.dk, p.dk.address + b * p.dk.b + head_k * p.dk.h, lines, keys, int(p.d), dk, where,
+               Uniform<T>{T(p.scale)});
+    store_rows(p.dv, p.dv.address + b * p.dv.b + head_k * p.dv.h, lines, keys, int(p.d_v), dv,
+               where, Uniform<T>{T(1)});
+  }
 }
 
-// Tasks: tiles of keys of a key head.
+// Tasks: tiles of keys of a key head, each once per split of the rows.
 template <typename Config>
 CF_DEVICE void backward_dkdv(const BackwardParams& p) {
   CF_DYNAMIC_SHARED(memory);
@@ -61,9 +75,13 @@ CF_DEVICE void backward_dkdv(const BackwardParams& p) {
   const Where<Config> where = find_where<Config>(t.S);
   const int64 tiles = ceil_div(p.Nk, int64(Config::Bc));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
-    const int64 tile = task % tiles, sequence = task / tiles;   // the longest causal keys first
-    backward_keys<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k,
-                          tile * Config::Bc);
+    const int64 i = has_pieces<Config>() ? task / p.row_splits : task;
+    const int64 split = has_pieces<Config>() ? task % p.row_splits : 0;
+    const int64 tile = i % tiles, sequence = i / tiles;         // the longest causal keys first
+    walk_pieces<Config>(p, split, [&](const RowPiece& piece) {
+      backward_keys<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k,
+                            tile * Config::Bc, piece, split);
+    });
   }
 }
 

@@ -44,7 +44,7 @@ CF_DEVICE void add_to_sums(const DbiasTiles<Config>& t, const BackwardParams& p,
                            int64 key0) {
   using A = accumulator<typename Config::element>;
   for (int r = Own<Config>::row(); r < Config::Br; r += Own<Config>::row_step) {
-    const ScoreRow<A> row = open_score_row<Config, A>(p, rows, r, t.ranges[r]);
+    const ScoreRow<A> row = open_gradient_row<Config, A>(p, rows, r, t.ranges[r]);
     for (int j = Own<Config>::column(); j < Config::Bc; j += Own<Config>::lanes) {
       const int at = r * pitch<A>(Config::Bc) + j;
       t.sums[at] += softmax_backward<Config>(p, row, t.S[at], t.dP[at], t.lse[r], t.delta[r],

@@ -83,10 +83,10 @@ CF_DEVICE void softmax_tile(const ForwardTiles<Config>& t, Statistics<Config>& s
   }
 }
 
-// lse = m + ln l, and 1 / l into t.alpha; 0 for rows that see no key and rows behind q_lens.
+// lse, and 1 / l into t.alpha; 0 for rows that see no key and rows behind q_lens.
 template <typename Config>
-CF_DEVICE void finish_rows(const ForwardTiles<Config>& t, const Rows& rows,
-                           const Statistics<Config>& state, const Tensor& lse, int count) {
+CF_DEVICE void finish_rows(const ForwardParams& p, const ForwardTiles<Config>& t, const Rows& rows,
+                           const Statistics<Config>& state, int64 split, int count) {
   using T = accumulator<typename Config::element>;
 #pragma unroll
   for (int i = 0; i < Own<Config>::rows; ++i) {
@@ -94,7 +94,7 @@ CF_DEVICE void finish_rows(const ForwardTiles<Config>& t, const Rows& rows,
     if (r >= count || Own<Config>::column() != 0) continue;
     const T l = state.l[i];
     t.alpha[r] = l != T(0) ? T(1) / l : T(0);
-    if (lse.address != 0) at<T>(rows.address(lse, r)) = state.m[i] + log(l);
+    store_m_and_l(p, rows, r, split, state.m[i], l);
   }
 }
 
@@ -141,9 +141,8 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& 
     __syncthreads();                                    // V and alpha may change
   }
   const int count = int(min(p.group * p.Nq - row0, int64(Config::Br)));
-  const Tensor out = split_result<T>(p, p.out, p.out_partial, p.d_v, split);
-  const Tensor lse = split_result<T>(p, p.lse, p.lse_partial, 1, split);
-  finish_rows<Config>(t, rows, state, lse, count);
+  const Tensor out = split_out<T>(p, split);
+  finish_rows<Config>(p, t, rows, state, split, count);
   __syncthreads();                                      // 1 / l is there
   store_rows(out, rows.base(out), rows.packed, count, int(p.d_v),
              acc, where, t.alpha);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../delta.cuh"
+#include "../tile/long_sums.cuh"
 #include "../tile/softmax.cuh"
 #include "store.cuh"
 
@@ -76,7 +77,10 @@ CF_DEVICE void load_state(const GradientTiles<Config, keeps>& t, const BackwardP
 #pragma unroll 1
   for (int r = int(threadIdx.x); r < Config::Br; r += 32 * Config::warps) {
     A lse = -inf<A>();
-    if (r < rows.rows) lse = at<const A>(rows.address(p.lse, r));
+    if (r < rows.rows) {
+      lse = Config::features ? normaliser_of<A>(p, rows, r).reference
+                             : at<const A>(rows.address(p.lse, r));
+    }
     const bool empty = lse == -inf<A>();
     t.lse[r] = empty ? inf<A>() : lse;
     t.delta[r] = A(0);
@@ -127,7 +131,7 @@ CF_DEVICE void gradient_tile(const GradientTiles<Config, keeps>& t, const Backwa
   using T = typename Config::element;
   using A = accumulator<T>;
   for (int r = Own<Config>::row(); r < Config::Br; r += Own<Config>::row_step) {
-    const ScoreRow<A> row = open_score_row<Config, A>(p, rows, r, t.ranges[r]);
+    const ScoreRow<A> row = open_gradient_row<Config, A>(p, rows, r, t.ranges[r]);
     const A lse = t.lse[r], delta = t.delta[r];
     const int wide = r * pitch<A>(Config::Bc), narrow = r * pitch<T>(Config::Bc);
     for (int j = Own<Config>::column(); j < Config::Bc; j += Own<Config>::lanes) {

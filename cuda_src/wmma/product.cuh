@@ -10,6 +10,7 @@
 
 #include "../ptx/mma.cuh"
 #include "../tile/chain.cuh"
+#include "../tile/long_sums.cuh"
 #include "../tile/tiles.cuh"
 
 namespace cf {
@@ -22,6 +23,13 @@ using Wmma = ptx::Wmma<typename Config::element>;
 // Depth of a chain of scores in the narrow types: their rounding hides the lost bits in other sums,
 // but an error of a score is one of lse too.
 constexpr int SCORE_DEPTH = 64;
+
+// The same of sums that go on from tile to tile.
+template <typename Config>
+CF_HOST_DEVICE constexpr int sum_depth() {
+  const bool fresh = Fresh<Config>::value || Config::precision == 1;
+  return chain_depth<Config>() > 0 || !fresh ? chain_depth<Config>() : SCORE_DEPTH;
+}
 
 // A matrix [M, N] in fragments. Warps stand in a grid over the fragments, as many of them below
 // each other as divide its rows.
@@ -134,11 +142,11 @@ CF_DEVICE void add_chain(typename Wmma<Config>::C& large, typename Wmma<Config>:
 
 // c += A B of the fragment that starts at (row, column), chain by chain; the small sums of 3xTF32,
 // next to which nothing is lost, as a whole.
-template <typename Config, typename OperandA, typename OperandB>
+template <int chain, typename Config, typename OperandA, typename OperandB>
 CF_DEVICE void add_chains(typename Wmma<Config>::C& c, OperandA A, OperandB B, int row, int column,
                           int k0, int k_end) {
   using C = typename Wmma<Config>::C;
-  constexpr int chain = chain_depth<Config>(), sums = int(sizeof(c.x) / sizeof(c.x[0]));
+  constexpr int sums = int(sizeof(c.x) / sizeof(c.x[0]));
   C small = {};
 #pragma unroll 1
   for (int k = k0; k < k_end; k += chain) {
@@ -153,20 +161,21 @@ CF_DEVICE void add_chains(typename Wmma<Config>::C& c, OperandA A, OperandB B, i
   }
 }
 
-// acc += A B over the depths k0 ... k_end, with A [M, ...] and B [..., N].
-template <typename Config, int M, int N, typename OperandA, typename OperandB>
+// acc += A B over the depths k0 ... k_end, with A [M, ...] and B [..., N], in chains of a depth; 0:
+// in one.
+template <int chain, typename Config, int M, int N, typename OperandA, typename OperandB>
 CF_DEVICE void add_product(Accumulators<Config, M, N>& acc, OperandA A, OperandB B, int k0,
                            int k_end) {
   using W = Wmma<Config>;
   using Acc = Accumulators<Config, M, N>;
   constexpr Layout la = OperandA::layout, lb = OperandB::layout;
-  if constexpr (chain_depth<Config>() > 0) {
+  if constexpr (chain > 0) {
 #pragma unroll
     for (int j = 0; j < Acc::columns; ++j) {
       if (!acc.owns(j)) continue;
 #pragma unroll
       for (int i = 0; i < Acc::rows; ++i) {
-        add_chains<Config>(acc.x[i][j], A, B, acc.row(i), acc.column(j), k0, k_end);
+        add_chains<chain, Config>(acc.x[i][j], A, B, acc.row(i), acc.column(j), k0, k_end);
       }
     }
   } else {
@@ -207,7 +216,7 @@ CF_DEVICE void add(Accumulators<Config, M, N>& acc, const Accumulators<Config, M
 template <int depth, typename Config, int M, int N, typename OperandA, typename OperandB>
 CF_DEVICE void multiply(Accumulators<Config, M, N>& acc, OperandA A, OperandB B) {
   static_assert(depth % Wmma<Config>::depth == 0, "a product's depth must be whole fragments");
-  add_product(acc, A, B, 0, depth);
+  add_product<sum_depth<Config>()>(acc, A, B, 0, depth);
 }
 
 // tile [M, N] = A B.
@@ -217,12 +226,13 @@ CF_DEVICE void multiply_into(T* tile, OperandA A, OperandB B) {
   using Acc = Accumulators<Config, M, N>;
   Acc product;
   if constexpr (chain_depth<Config>() > 0 || depth <= SCORE_DEPTH) {
-    multiply<depth>(product, A, B);
+    static_assert(depth % Wmma<Config>::depth == 0, "a product's depth must be whole fragments");
+    add_product<chain_depth<Config>()>(product, A, B, 0, depth);
   } else {
 #pragma unroll 1
     for (int k = 0; k < depth; k += SCORE_DEPTH) {
       Acc piece;
-      add_product(piece, A, B, k, min(k + SCORE_DEPTH, depth));
+      add_product<0>(piece, A, B, k, min(k + SCORE_DEPTH, depth));
       add(product, piece);
     }
   }

@@ -43,4 +43,28 @@ CF_DEVICE void store_rows(const Tensor& t, uint64 base, const PackedRows& rows, 
   }
 }
 
+// Rows key0 ... key0 + keys of sums [Nk, columns] in memory: factor * acc, or that much more.
+template <typename Config, int M, int N, typename T>
+CF_DEVICE void add_rows_to(uint64 sums, int64 key0, int keys, int columns,
+                           const Accumulators<Config, M, N>& acc, const Where<Config>& where,
+                           T factor, bool first) {
+  using Acc = Accumulators<Config, M, N>;
+#pragma unroll
+  for (int i = 0; i < Acc::rows; ++i) {
+#pragma unroll
+    for (int e = 0; e < Acc::sums; ++e) {
+      const int r = acc.row(i) + where.row(e);
+      if (r >= keys) continue;
+#pragma unroll
+      for (int j = 0; j < Acc::columns; ++j) {
+        const int c = acc.column(j) + where.column(e);
+        if (c >= columns) continue;
+        T& sum = at<T>(sums + ((key0 + r) * columns + c) * int64(sizeof(T)));
+        const T x = acc.x[i][j].x[e] * factor;
+        sum = first ? x : sum + x;
+      }
+    }
+  }
+}
+
 }  // namespace cf

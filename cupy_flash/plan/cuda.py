@@ -3,7 +3,7 @@
 from dataclasses import replace
 from math import ceil
 
-from . import cuda_fused, cuda_hopper, cuda_hopper_backward, cuda_registers
+from . import cuda_fused, cuda_hopper, cuda_hopper_backward, cuda_registers, long_sums
 from .cuda_tiles import FRAGMENT, choose, lazy
 from .types import Buffer, CudaConfig, Launch, Plan
 
@@ -40,7 +40,8 @@ def _plan_forward_everywhere(problem, device, obstacle):
     workspace = []
     if splits > 1:
         workspace = [Buffer("out_partial", splits * rows * p.d_v, p.accumulator),
-                     Buffer("lse_partial", splits * rows, p.accumulator)]
+                     Buffer("lse_partial", splits * rows, p.accumulator),
+                     Buffer("l_partial", splits * rows, p.accumulator)]
         launches.append(_row_launch("combine", p, rows, splits, "adds up the splits, in order"))
     return _plan("forward", p, device, launches, workspace)
 
@@ -56,25 +57,52 @@ def plan_backward(problem, device):
     if config is None:
         return _plan_general_backward(problem, device, reason)
     reason += f"; not by wgmma: {obstacle}"
-    main = _launch("backward_fused", config, _key_tiles(problem, config), 1, smem, reason)
-    return _plan_one_walk(problem, device, main, replace(config, features=False))
+    main = _launch_over_rows("backward_fused", problem, config, smem, reason, device)
+    around = replace(config, features=False, constants=config.constants[:len(cuda_fused.CONSTANTS)])
+    return _plan_one_walk(problem, device, main, around)
 
 
 def _key_tiles(problem, config):
     return problem.batch * problem.heads_k * ceil(problem.Nk / config.Bc)
 
 
+def _launch_over_rows(entry, problem, config, smem, reason, device):
+    """A kernel whose blocks own keys, each for a part of the rows if there are very many."""
+    tasks = _key_tiles(problem, config)
+    splits = long_sums.splits(problem, config, tasks, device)
+    if "pieces" in dict(config.constants):
+        reason += (f"; sums over {dict(config.constants)['pieces']} rows at a time, in {splits} "
+                   "splits of the rows")
+    return _launch(entry, config, tasks * splits, splits, smem, reason)
+
+
+def _sum_of_splits(problem, main):
+    """The launches and buffers that a walk in pieces needs beside itself."""
+    p = problem
+    if "pieces" not in dict(main.config.constants):
+        return [], []
+    keys = p.batch * p.heads_k * p.Nk
+    launch = _row_launch("backward_sum", p, keys, main.splits, "adds up the splits, in order")
+    return [launch], [Buffer("dk_sums", main.splits * keys * p.d, p.accumulator),
+                      Buffer("dv_sums", main.splits * keys * p.d_v, p.accumulator)]
+
+
 def _plan_one_walk(problem, device, main, around):
     """The kernel of all gradients, between two small ones that are compiled for `around`."""
     p = problem
     tiles = p.batch * p.heads_k * ceil(p.group * p.Nq / main.config.Br)
-    launches = [
-        _launch("backward_prepare", around, tiles, 1, 0, "lse and delta by tiles, zeros for dq"),
+    launches, workspace = _normalise(p, device)
+    prepare = replace(around, features=bool(launches))
+    launches += [
+        _launch("backward_prepare", prepare, tiles, 1, 0, "lse and delta by tiles, zeros for dq"),
         main,
         _launch("backward_finish", around, tiles, 1, 0, "dq from its sums"),
     ]
     state, sums = cuda_fused.workspace(p, main.config)
-    workspace = [Buffer("state", state, p.accumulator), Buffer("dq_sums", sums, p.accumulator)]
+    more, buffers = _sum_of_splits(p, main)
+    launches += more
+    workspace += [Buffer("state", state, p.accumulator), Buffer("dq_sums", sums, p.accumulator),
+                  *buffers]
     if p.bias_shape and 0 not in p.bias_shape and not cuda_fused.writes_dbias(p):
         launches += [_delta(p), _dbias(p, device)]
         workspace.append(_delta_buffer(p))
@@ -84,16 +112,31 @@ def _plan_one_walk(problem, device, main, around):
 def _plan_general_backward(problem, device, why):
     """`delta`, one kernel for dk and dv, one for dq, and `dbias` if there is a bias."""
     p = problem
-    launches = [_delta(p)]
+    launches, workspace = _normalise(p, device)
+    launches.append(_delta(p))
     config, smem, reason = choose("backward_dkdv", p, device)
-    tasks = p.batch * p.heads_k * ceil(p.Nk / config.Bc)
-    launches.append(_launch("backward_dkdv", config, tasks, 1, smem, f"{why}; {reason}"))
+    config = long_sums.tuned(p, "backward_dkdv", config, device)
+    main = _launch_over_rows("backward_dkdv", p, config, smem, f"{why}; {reason}", device)
+    more, buffers = _sum_of_splits(p, main)
+    launches += [main, *more]
     config, smem, reason = choose("backward_dq", p, device)
     tasks = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
     launches.append(_launch("backward_dq", config, tasks, 1, smem, reason))
     if p.bias_shape:
         launches.append(_dbias(p, device))
-    return _plan("backward", p, device, launches, [_delta_buffer(p)])
+    workspace += [_delta_buffer(p), *buffers]
+    return _plan("backward", p, device, launches, workspace)
+
+
+def _normalise(problem, device):
+    """m and ln l of rows whose lse cannot hold them, beside a large bias or ALiBi."""
+    p = problem
+    if not (p.bias_shape or p.has_alibi):
+        return [], []
+    config, smem, _ = choose("forward", p, device)
+    tasks = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
+    launch = _launch("normalise", config, tasks, 1, smem, "m and ln l of rows with a large lse")
+    return [launch], [Buffer("normalisers", 2 * _rows(p), p.accumulator)]
 
 
 def _delta(problem):

@@ -8,6 +8,7 @@ differ from run to run.
 from math import ceil
 from typing import NamedTuple
 
+from . import long_sums
 from .cuda_tiles import lazy
 from .types import CudaConfig
 
@@ -79,7 +80,7 @@ def choose(problem, device):
     if "float64" in (*dtypes, p.dbias_dtype) and p.dtype != "float64":
         return None, 0, "not the fused kernel, which takes a float64 bias with float64 alone"
     for tile in TILES[kind_of(p)]:
-        config = config_of(p, tile)
+        config = long_sums.tuned(p, "backward_fused", config_of(p, tile), device)
         need = smem_bytes(config)
         if max(p.d, p.d_v) > tile.d or need > device.smem:
             continue
@@ -122,7 +123,7 @@ def warps_across(tile):
 def smem_bytes(config):
     """Dynamic shared memory of a block, as `BackwardFusedTraits` adds it up."""
     size = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[config.element]
-    roles, parts, stages, _ = (value for _, value in config.constants)
+    roles, parts, stages, *_ = (value for _, value in config.constants)
 
     def tile(rows, columns):
         return rows * (columns + (8 if size == 2 else 4)) * size
@@ -131,7 +132,7 @@ def smem_bytes(config):
     rows *= 2 if config.precision == "tf32x3" else 1    # in two parts
     scores = tile(config.Bc, config.Br) * (2 if parts > 1 and roles == 1 and size < 8 else 1)
     scores += config.Bc * config.Br * max(4, size) if roles > 1 else 0
-    state = config.Br * (2 * max(4, size) + 8 + (48 if config.features else 0))
+    state = config.Br * (2 * max(4, size) + 8 + ((40 + size // 8 * 8 + 8) * config.features))
     seen = 4 * parts * config.Bc if config.features else 0
     return keys + scores + stages * (rows + state) + seen + 18 * 8 + 4 * 8
 

@@ -8,6 +8,7 @@ kernels for every GPU, and the plan says why.
 from math import ceil, e, log2, prod
 from typing import NamedTuple
 
+from . import long_sums
 from .cuda_tiles import FRAGMENT, lazy
 from .types import CudaConfig
 
@@ -82,6 +83,9 @@ def obstacle_of(problem, device):
         return obstacle
     if p.group * p.Nq < FEWEST_ROWS or p.Nk == 0:
         return f"fewer than {FEWEST_ROWS} rows for a key head"
+    keys = long_sums.keys_of_a_row(p)
+    if long_sums.is_fresh(p, keys):
+        return f"sums over {keys} keys in tensor cores lose digits that {p.out_dtype} has"
     return obstacle_in(p, ("q", "k", "v"), stored=("out",))
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
+from . import long_sums
 from .cuda_fused import CONSTANTS
 from .cuda_hopper import MOST_ROWS, PANEL, obstacle_in, obstacle_to_wgmma
 from .cuda_tiles import lazy
@@ -61,6 +62,11 @@ def obstacle_of(problem, device):
         return "its atomic additions have no order"
     if not p.group or PANEL % p.group:
         return f"a group of {p.group} heads does not fill tiles of rows"
+    rows = long_sums.rows_of_a_key(p)
+    if long_sums.is_fresh(p, rows):
+        return f"sums over {rows} rows in tensor cores lose digits that {p.out_dtype} has"
+    if long_sums.few_tiles(p, ROWS[0].Bc, device):
+        return f"the tiles of {p.Nk} keys leave most multiprocessors idle"
     if max(p.Nk, p.group * p.Nq) >= MOST_ROWS:
         return "the sequences are too long to count in 32 bits"
     return obstacle_in(p, ("q", "k", "v", "dout"))

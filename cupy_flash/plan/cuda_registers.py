@@ -7,6 +7,7 @@ bias, softcap or ALiBi; the general kernel of `cuda_tiles` does.
 from math import ceil
 from typing import NamedTuple
 
+from . import long_sums
 from .cuda_tiles import FRAGMENT, lazy
 from .types import CudaConfig
 
@@ -130,6 +131,8 @@ def config_of(problem, row):
     constants = (("blocks", row.blocks), ("keep_Q", int(row.keep_Q)),
                  ("pairs", int(row.pairs)), ("split_Q", int(row.split_Q)),
                  ("together", int(row.together)))
+    if long_sums.is_fresh(p, long_sums.keys_of_a_row(p)):
+        constants += (("fresh", 1),)
     return CudaConfig(p.dtype, p.precision, d, d_v, row.Br, row.Bc, row.warps, False, lazy(p),
                       constants)
 

@@ -3,6 +3,7 @@
 from math import ceil, log
 from typing import NamedTuple
 
+from . import long_sums
 from .types import CudaConfig
 
 FRAGMENT = 16               # head dims are padded to whole fragments
@@ -90,8 +91,9 @@ def config_of(entry, problem, tile):
     """What the kernel is compiled for, to serve this problem with this tile."""
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
+    fresh = entry == "forward" and long_sums.is_fresh(p, long_sums.keys_of_a_row(p))
     return CudaConfig(p.dtype, p.precision, d, d_v, tile.Br, tile.Bc, tile.warps, p.has_features,
-                      lazy(p))
+                      lazy(p), (("fresh", 1),) if fresh else ())
 
 
 def lazy(problem):

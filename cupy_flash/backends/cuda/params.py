@@ -13,7 +13,7 @@ from math import ceil
 
 import numpy as np
 
-from ...plan import cuda_hopper
+from ...plan import cuda_hopper, long_sums
 from .tensor_maps import TensorMaps
 
 KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
@@ -35,19 +35,23 @@ _COMMON = [
 # out_partial, lse_partial: addresses of [splits, batch, heads_q, Nq, (d_v)].
 ForwardParams = np.dtype([
     *_COMMON, ("splits", "i8"), ("split_keys", "i8"), ("out_partial", "u8"), ("lse_partial", "u8"),
+    ("l_partial", "u8"),
 ])
 # delta: address of [batch, heads_q, Nq] in the accumulator type; state, dq_sums: addresses of what
-# the fused kernel works with, by tiles of rows; the last four: extents of dbias.
+# the fused kernel works with, by tiles of rows; four extents of dbias; dk_sums, dv_sums: addresses
+# of [row_splits, batch, heads_k, Nk, d or d_v] in the accumulator type.
 BackwardParams = np.dtype([
     *_COMMON, *((name, Tensor) for name in _GRADIENTS),
     ("delta", "u8"), ("state", "u8"), ("dq_sums", "u8"),
-    *((name, "i8") for name in ("Nbias_q", "Nbias_k", "batch_bias", "heads_bias")),
+    *((name, "i8") for name in ("Nbias_q", "Nbias_k", "batch_bias", "heads_bias", "row_splits",
+                                "split_rows")),
+    ("dk_sums", "u8"), ("dv_sums", "u8"), ("normalisers", "u8"),
 ])
 # The maps lie on borders of 64 bytes.
 _EXTRAS = {"pack": ("i4", 0), "section": ("i4", 4), "unit": ("f4", 8), "lazy_2": ("f4", 12),
            "qk_scale": ("f4", 16), "cap": ("f4", 20), "per_cap": ("f4", 24), "most": ("f4", 28),
-           "q_map": ("V128", 72), "k_map": ("V128", 200), "v_map": ("V128", 328),
-           "out_map": ("V128", 456)}
+           "q_map": ("V128", 64), "k_map": ("V128", 192), "v_map": ("V128", 320),
+           "out_map": ("V128", 448)}
 HopperForwardParams = np.dtype({
     "names": [*ForwardParams.names, *_EXTRAS],
     "formats": [*(field for field, _ in ForwardParams.fields.values()),
@@ -61,8 +65,8 @@ HopperBackwardParams = np.dtype({
     "names": [*BackwardParams.names, *_MAPS],
     "formats": [*(field for field, _ in BackwardParams.fields.values()), *["V128"] * 4],
     "offsets": [*(start for _, start in BackwardParams.fields.values()),
-                *range(896, 1408, 128)],
-    "itemsize": 1408,
+                *range(960, 1472, 128)],
+    "itemsize": 1472,
 })
 PARAMS = {"forward": ForwardParams, "backward": BackwardParams}
 
@@ -106,13 +110,19 @@ def pack(plan, launch, operands, addresses):
         Bc = plan.launches[0].config.Bc
         keys = ceil(p.Nk / launch.splits / Bc) * Bc
         values |= {"splits": launch.splits, "split_keys": keys}
-        values |= {name: addresses.get(name, 0) for name in ("out_partial", "lse_partial")}
+        values |= {name: addresses.get(name, 0) for name in ("out_partial", "lse_partial",
+                                                               "l_partial")}
     else:
         values |= {name: _tensor(getattr(operands, name)) for name in _GRADIENTS}
         extents = p.bias_shape or (0, 0, 0, 0)
         names = ("batch_bias", "heads_bias", "Nbias_q", "Nbias_k")
-        values |= {name: addresses.get(name, 0) for name in ("delta", "state", "dq_sums")}
+        values |= {name: addresses.get(name, 0)
+                   for name in ("delta", "state", "dq_sums", "dk_sums", "dv_sums",
+                                "normalisers")}
         values |= dict(zip(names, extents, strict=True))
+        splits = max(x.splits for x in plan.launches)
+        values |= {"row_splits": splits,
+                   "split_rows": long_sums.split_rows(p.group * p.Nq, splits)}
     dtype = PARAMS[plan.direction]
     entries = {x.entry for x in plan.launches}
     if "hopper_forward" in entries:

@@ -23,9 +23,11 @@ ENTRIES = {
     "backward_prepare": ("mma/prepare.cuh", "BackwardParams"),
     "backward_fused": ("mma/backward.cuh", "BackwardParams"),
     "backward_finish": ("mma/prepare.cuh", "BackwardParams"),
+    "backward_sum": ("backward_sum.cuh", "BackwardParams"),
     "backward_dkdv": ("wmma/backward.cuh", "BackwardParams"),
     "backward_dq": ("wmma/backward.cuh", "BackwardParams"),
     "dbias": ("wmma/dbias.cuh", "BackwardParams"),
+    "normalise": ("wmma/normalise.cuh", "BackwardParams"),
 }
 _SIZES = {"ForwardParams": ForwardParams.itemsize, "BackwardParams": BackwardParams.itemsize,
           "HopperForwardParams": HopperForwardParams.itemsize,

@@ -1,0 +1,90 @@
+// The normalisers of rows with a large lse: the sums of the forward pass once more, without values.
+#pragma once
+
+#include "../tile/normaliser.cuh"
+#include "forward.cuh"
+
+namespace cf {
+
+template <typename Config>
+struct NormaliseTraits : ForwardTraits<Config> {};
+
+// lse and 0 for each row of the tile; whether one of them is large.
+template <typename Config>
+CF_DEVICE bool keep_lse(const BackwardParams& p, const Rows& rows) {
+  using T = accumulator<typename Config::element>;
+  bool large = false;
+  for (int r = int(threadIdx.x); r < rows.rows; r += 32 * Config::warps) {
+    const T lse = at<const T>(rows.address(p.lse, r));
+    const int64 head = rows.head0 + rows.packed.head(r);
+    at<Normaliser<T>>(normaliser_address<T>(p, rows.b, head, rows.packed.query(r))) = {lse, T(0)};
+    large = large || is_large(lse);
+  }
+  return __syncthreads_or(large);
+}
+
+// m and ln l for rows with a large lse that says the same.
+template <typename Config>
+CF_DEVICE void keep_sums(const BackwardParams& p, const Rows& rows,
+                         const Statistics<Config>& state) {
+  using T = accumulator<typename Config::element>;
+  constexpr T unit = sizeof(T) == 8 ? T(2.220446049250313e-16) : T(1.1920929e-7f);
+#pragma unroll
+  for (int i = 0; i < Own<Config>::rows; ++i) {
+    const int r = Own<Config>::row() + i * Own<Config>::row_step;
+    if (r >= rows.rows || Own<Config>::column() != 0) continue;
+    const T lse = at<const T>(rows.address(p.lse, r)), log_l = log(state.l[i]);
+    const T difference = state.m[i] + log_l - lse, size = lse < T(0) ? -lse : lse;
+    if (!is_large(lse) || !(difference <= 2 * unit * size && difference >= -2 * unit * size)) {
+      continue;
+    }
+    const int64 head = rows.head0 + rows.packed.head(r);
+    at<Normaliser<T>>(normaliser_address<T>(p, rows.b, head, rows.packed.query(r))) = {
+        state.m[i], log_l};
+  }
+}
+
+// The packed rows row0 ... row0 + Br of one key head.
+template <typename Config>
+CF_DEVICE void normalise_tile(const BackwardParams& p, const ForwardTiles<Config>& t, int64 b,
+                              int64 head_k, int64 row0) {
+  constexpr int Bc = Config::Bc;
+  using T = accumulator<typename Config::element>;
+  const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Config::Br);
+  if (!keep_lse<Config>(p, rows)) return;
+  load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q), row0, 0, rows.rows, int(p.d),
+                                           p.group, p.vector_bytes);
+  find_ranges<Config>(t.ranges, p, rows);
+  const uint64 k_base = p.k.address + b * p.k.b + head_k * p.k.h;
+  Statistics<Config> state;
+  const Range range = key_range(p, rows);
+  for (int64 key0 = range.first / Bc * Bc; key0 < range.end; key0 += Bc) {
+    const int begin = int(max(range.first - key0, int64(0)));
+    const int keys = int(min(range.end - key0, int64(Bc)));
+    load_tile<Config, Bc, Config::d>(t.K, p.k, k_base, key0, begin, keys, int(p.d), 1,
+                                     p.vector_bytes);
+    __syncthreads();                                    // Q, K, ranges are there
+    multiply_into<Config::d, Config::Br, Bc, Config>(t.S, as_is<Config::d>(t.Q),
+                                                     transposed<Config::d>(t.K));
+    __syncthreads();                                    // S is there, and K may change
+    score_tile<Config>(t, p, rows, key0);
+    softmax_tile<Config>(t, state, T(0));               // a thread's own scores
+    __syncthreads();                                    // S may change
+  }
+  keep_sums<Config>(p, rows, state);
+}
+
+// Tasks: tiles of packed rows of a key head.
+template <typename Config>
+CF_DEVICE void normalise(const BackwardParams& p) {
+  CF_DYNAMIC_SHARED(memory);
+  const ForwardTiles<Config> t(memory);
+  const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
+  for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
+    const int64 tile = task % tiles, sequence = task / tiles;
+    normalise_tile<Config>(p, t, sequence / p.heads_k, sequence % p.heads_k, tile * Config::Br);
+    __syncthreads();                                    // the memory is free for the next task
+  }
+}
+
+}  // namespace cf
