@@ -1,0 +1,184 @@
+"""Objects of a call as NumPy or CuPy arrays, without a copy; of all else, what to pass instead."""
+
+from functools import cache
+
+import numpy as np
+
+from . import device, dlpack
+from .words import kind_of
+
+_CPU_DEVICES = (1, 3)       # DLPack: kDLCPU and kDLCUDAHost (pinned host memory)
+_CUDA_DEVICES = (2, 13)     # kDLCUDA and kDLCUDAManaged
+# A subclass with one of these of its own gives elements a meaning beyond their numbers: units,
+# masks, another product. np.memmap and np.recarray have none.
+_MEANING = ("__array_ufunc__", "__array_function__", "__add__", "__mul__", "__matmul__")
+# What a tensor may be beside its elements, and how to be rid of it. DLPack exports the memory of a
+# view with the negative bit, and so the wrong sign.
+_STATES = (
+    ("requires_grad", "requires grad, and no gradient would reach it", "{}.detach()"),
+    ("is_neg", "has PyTorch's negative bit set, which DLPack does not tell", "{}.resolve_neg()"),
+    ("is_sparse", "is sparse", "{}.to_dense()"),
+    ("is_sparse_csr", "is sparse", "{}.to_dense()"),
+    ("is_quantized", "is quantized", "{}.dequantize()"),
+    ("is_nested", "is a nested tensor", "{}.to_padded_tensor(0.0), with the lengths as `q_lens=` "
+     "and `kv_lens=`"),
+    ("is_meta", "is a meta tensor, without elements", "a tensor with memory; to `explain`, "
+     "np.empty(shape, dtype)"),
+    ("is_deleted", "has been deleted, or donated to a compiled function", "an array that lives"),
+)
+
+
+@cache
+def library(kind):
+    """``"numpy"`` or ``"cupy"`` for a class of arrays that is used as it is, else None."""
+    base = _base(kind)
+    if base is None or any(getattr(kind, name) is not getattr(base, name) for name in _MEANING):
+        return None
+    return "numpy" if base is np.ndarray else "cupy"
+
+
+def _base(kind):
+    """NumPy's or CuPy's class of arrays, if `kind` is derived from one of them.
+
+    CuPy's is known by its name, so that CuPy need not be imported.
+    """
+    if issubclass(kind, np.ndarray):
+        return np.ndarray
+    return next((base for base in kind.__mro__ if base.__name__ == "ndarray"
+                 and base.__module__.partition(".")[0] == "cupy"), None)
+
+
+def take_all(named):
+    """All objects as arrays by name, either of NumPy or of CuPy.
+
+    TypeError if one is no array, or if some are in CPU memory and some on a GPU.
+    """
+    kinds = [*map(type, named.values())]
+    if kinds.count(kinds[0]) == len(kinds) and library(kinds[0]) is not None:
+        return named
+    sides = {}
+    for name, x in named.items():
+        sides.setdefault(_side(name, x), name)
+    if len(sides) > 1:
+        gpu, cpu = sides["gpu"], sides["cpu"]
+        raise TypeError(f"`{gpu}` is on a GPU, but `{cpu}` is in CPU memory, expected all arrays "
+                        f"on the same side: pass `cupy.asarray({cpu})` or `cupy.asnumpy({gpu})`")
+    if "cpu" in sides:
+        return {name: take(name, x) for name, x in named.items()}
+    return {name: x if library(type(x)) else device.adopt(name, x) for name, x in named.items()}
+
+
+def is_on_gpu(x):
+    """Whether a value is an array on a GPU."""
+    if _base(type(x)) is not None:
+        return not isinstance(x, np.ndarray)
+    if hasattr(type(x), "__dlpack_device__"):
+        return int(x.__dlpack_device__()[0]) not in _CPU_DEVICES
+    return hasattr(x, "__cuda_array_interface__")
+
+
+def _side(name, x):
+    """``"cpu"`` or ``"gpu"``; TypeError for an object that cannot be taken in.
+
+    The class is asked for DLPack, not the object: wrappers of arrays that hand every attribute on
+    would lose what they wrap it for.
+    """
+    known = library(type(x))
+    if known is not None:
+        return "cpu" if known == "numpy" else "gpu"
+    if _base(type(x)) is None:
+        if hasattr(type(x), "__dlpack_device__"):
+            _check_state(name, x)
+            return _dlpack_side(name, x)
+        if hasattr(x, "__cuda_array_interface__"):
+            return "gpu"
+    raise TypeError(f"{no_array(name, x)}, expected a NumPy or CuPy array (or an object with "
+                    f"DLPack): {instead(name, x)}")
+
+
+def _check_state(name, x):
+    """Refuses a tensor that is more, or less, than its elements."""
+    for attribute, what, remedy in _STATES:
+        value = getattr(x, attribute, False)
+        if value is True or (callable(value) and value() is True):
+            raise TypeError(f"`{name}` is a {kind_of(x)} that {what}, expected one that is its "
+                            f"elements alone: pass {_code(remedy.format(name))}")
+
+
+def _code(text):
+    """An expression as code; words as they are."""
+    return text if " " in text else f"`{text}`"
+
+
+def _dlpack_side(name, x):
+    """The side of an object with DLPack, from the device that it names."""
+    try:
+        kind = int(x.__dlpack_device__()[0])
+    except Exception as error:      # of another library, and so of any class
+        raise TypeError(f"`{name}` is a {kind_of(x)} that names no device, expected one in CPU "
+                        f"memory or on an NVIDIA GPU ({error}): pass an array that has memory there"
+                        ) from error
+    if kind in _CPU_DEVICES:
+        return "cpu"
+    if kind in _CUDA_DEVICES:
+        return "gpu"
+    raise TypeError(f"`{name}` is a {kind_of(x)} on a device of DLPack's kind {kind}, expected CPU "
+                    f"memory or an NVIDIA GPU: pass a copy in CPU memory, as `{name}.cpu()`")
+
+
+def take(name, x):
+    """The NumPy array over the memory of `x`."""
+    if isinstance(x, np.ndarray):
+        return x
+    try:
+        try:
+            return np.from_dlpack(x)
+        except Exception:           # of NumPy, which knows no bfloat16, or of the exporter
+            bits = dlpack.bfloat16_bits(x)
+    except Exception as error:
+        raise TypeError(f"`{name}` is a {kind_of(x)} of {getattr(x, 'dtype', 'unknown dtype')} and "
+                        f"cannot be taken in through DLPack ({error}): pass a NumPy array of "
+                        "float16, bfloat16, float32 or float64") from error
+    return bits.view(_bfloat16(name))
+
+
+def _bfloat16(name):
+    """NumPy's type of bfloat16."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise NotImplementedError(
+            f"`{name}` has dtype bfloat16, and ml_dtypes, from which NumPy has it, is not "
+            'installed: pip install "cupy-flash[bf16]"') from None
+    return ml_dtypes.bfloat16
+
+
+def no_array(name, x):
+    """The beginning of a message about an object that is no array."""
+    if _base(type(x)) is not None:
+        return (f"`{name}` is a {kind_of(x)}, a class whose elements are more than numbers (units, "
+                "masks, another product)")
+    return f"`{name}` is a {kind_of(x)}"
+
+
+def instead(name, x):
+    """What to pass in the place of an object that is no array of numbers alone."""
+    if isinstance(x, np.ma.MaskedArray):
+        return (f"pass `{name}.filled(0)`, and what is masked as `mask=`, where True = may attend, "
+                "or `bias=`")
+    if _base(type(x)) is np.ndarray:
+        return f"pass `np.asarray({name})`, which drops that meaning"
+    if _base(type(x)) is not None:
+        return f"pass `cupy.asarray({name})`, which drops that meaning"
+    if any(base.__name__ == "Tracer" for base in type(x).__mro__):
+        return "while JAX traces there are no elements; call from `jax.pure_callback`"
+    if name in ("q_lens", "kv_lens"):
+        return "pass `np.int32([...])`, one length per batch entry"
+    if isinstance(x, (list, tuple, bool, int, float)):
+        return f"pass `np.array({name}, {'bool' if name == 'mask' else 'np.float32'})`"
+    for method in ("to_numpy", "toarray"):      # pandas, polars, xarray; sparse matrices
+        if hasattr(type(x), method):
+            return f"pass `{name}.{method}()`"
+    if hasattr(type(x), "__array__"):
+        return f"pass `np.asarray({name})`"
+    return "pass an array"
