@@ -1,6 +1,7 @@
 """Objects of a call as NumPy or CuPy arrays, without a copy; of all else, what to pass instead."""
 
 from functools import cache
+from inspect import getattr_static
 
 import numpy as np
 
@@ -12,19 +13,20 @@ _CUDA_DEVICES = (2, 13)     # kDLCUDA and kDLCUDAManaged
 # A subclass with one of these of its own gives elements a meaning beyond their numbers: units,
 # masks, another product. np.memmap and np.recarray have none.
 _MEANING = ("__array_ufunc__", "__array_function__", "__add__", "__mul__", "__matmul__")
-# What a tensor may be beside its elements, and how to be rid of it. DLPack exports the memory of a
-# view with the negative bit, and so the wrong sign.
+# The same of PyTorch; a subclass with a dispatch of its own need not even have memory.
+_TENSOR_MEANING = ("__torch_dispatch__", "__torch_function__")
+# What a tensor may be beside its elements, and what to pass. DLPack exports the memory of a view
+# with the negative bit, and so the wrong sign.
 _STATES = (
-    ("requires_grad", "requires grad, and no gradient would reach it", "{}.detach()"),
-    ("is_neg", "has PyTorch's negative bit set, which DLPack does not tell", "{}.resolve_neg()"),
-    ("is_sparse", "is sparse", "{}.to_dense()"),
-    ("is_sparse_csr", "is sparse", "{}.to_dense()"),
-    ("is_quantized", "is quantized", "{}.dequantize()"),
-    ("is_nested", "is a nested tensor", "{}.to_padded_tensor(0.0), with the lengths as `q_lens=` "
-     "and `kv_lens=`"),
-    ("is_meta", "is a meta tensor, without elements", "a tensor with memory; to `explain`, "
-     "np.empty(shape, dtype)"),
-    ("is_deleted", "has been deleted, or donated to a compiled function", "an array that lives"),
+    ("requires_grad", "requires grad, and no gradient would reach it", "`{}.detach()`"),
+    ("is_neg", "has PyTorch's negative bit set, which DLPack does not tell", "`{}.resolve_neg()`"),
+    ("is_sparse", "is sparse", "`{}.to_dense()`"),
+    ("is_sparse_csr", "is sparse", "`{}.to_dense()`"),
+    ("is_quantized", "is quantized", "`{}.dequantize()`"),
+    ("is_nested", "is nested", "`{}.to_padded_tensor(0.0)`, and the lengths as `q_lens=` and "
+     "`kv_lens=`"),
+    ("is_meta", "is on the meta device", "one with elements, to `explain` `np.empty(shape, dtype)`"),
+    ("is_deleted", "has been deleted, or donated to a compiled function", "one that lives"),
 )
 
 
@@ -73,8 +75,16 @@ def is_on_gpu(x):
     if _base(type(x)) is not None:
         return not isinstance(x, np.ndarray)
     if hasattr(type(x), "__dlpack_device__"):
-        return int(x.__dlpack_device__()[0]) not in _CPU_DEVICES
+        try:
+            return int(x.__dlpack_device__()[0]) not in _CPU_DEVICES
+        except Exception:           # of another library, and so of any class
+            return False
     return hasattr(x, "__cuda_array_interface__")
+
+
+def is_traced(x):
+    """Whether a value is what JAX traces a function with, which has no elements."""
+    return any(base.__name__ == "Tracer" for base in type(x).__mro__)
 
 
 def _side(name, x):
@@ -86,7 +96,7 @@ def _side(name, x):
     known = library(type(x))
     if known is not None:
         return "cpu" if known == "numpy" else "gpu"
-    if _base(type(x)) is None:
+    if not _means_more(type(x)):
         if hasattr(type(x), "__dlpack_device__"):
             _check_state(name, x)
             return _dlpack_side(name, x)
@@ -96,18 +106,26 @@ def _side(name, x):
                     f"DLPack): {instead(name, x)}")
 
 
+@cache
+def _means_more(kind):
+    """Whether elements of this class of arrays are more than numbers."""
+    if _base(kind) is not None:
+        return library(kind) is None
+    base = next((base for base in kind.__mro__ if base.__name__ == "Tensor"
+                 and base.__module__ == "torch"), None)
+    if base is None or kind.__module__.startswith("torch.nn."):     # where nn.Parameter is
+        return False
+    return any(getattr_static(kind, name) is not getattr_static(base, name)
+               for name in _TENSOR_MEANING)
+
+
 def _check_state(name, x):
     """Refuses a tensor that is more, or less, than its elements."""
     for attribute, what, remedy in _STATES:
         value = getattr(x, attribute, False)
         if value is True or (callable(value) and value() is True):
-            raise TypeError(f"`{name}` is a {kind_of(x)} that {what}, expected one that is its "
-                            f"elements alone: pass {_code(remedy.format(name))}")
-
-
-def _code(text):
-    """An expression as code; words as they are."""
-    return text if " " in text else f"`{text}`"
+            raise TypeError(f"`{name}` is a {kind_of(x)} that {what}, expected plain numbers in "
+                            f"memory: pass {remedy.format(name)}")
 
 
 def _dlpack_side(name, x):
@@ -155,7 +173,7 @@ def _bfloat16(name):
 
 def no_array(name, x):
     """The beginning of a message about an object that is no array."""
-    if _base(type(x)) is not None:
+    if _means_more(type(x)):
         return (f"`{name}` is a {kind_of(x)}, a class whose elements are more than numbers (units, "
                 "masks, another product)")
     return f"`{name}` is a {kind_of(x)}"
@@ -166,11 +184,12 @@ def instead(name, x):
     if isinstance(x, np.ma.MaskedArray):
         return (f"pass `{name}.filled(0)`, and what is masked as `mask=`, where True = may attend, "
                 "or `bias=`")
-    if _base(type(x)) is np.ndarray:
-        return f"pass `np.asarray({name})`, which drops that meaning"
-    if _base(type(x)) is not None:
-        return f"pass `cupy.asarray({name})`, which drops that meaning"
-    if any(base.__name__ == "Tracer" for base in type(x).__mro__):
+    if _means_more(type(x)):
+        if _base(type(x)) is None:
+            return "pass the plain tensor that it stands for, if there is one"
+        module = "np" if isinstance(x, np.ndarray) else "cupy"
+        return f"pass `{module}.asarray({name})`, which drops that meaning"
+    if is_traced(x):
         return "while JAX traces there are no elements; call from `jax.pure_callback`"
     if name in ("q_lens", "kv_lens"):
         return "pass `np.int32([...])`, one length per batch entry"

@@ -5,13 +5,14 @@ import operator
 
 import numpy as np
 
-from .intake import is_on_gpu, library
+from .intake import is_on_gpu, is_traced, library
 from .problem import UNLIMITED, accumulator_of
 from .words import kind_of, shown
 
 _PRECISIONS = ("tf32x3", "tf32")
 _ONE_OFFSET = ("an integer on the host, one for the whole call: pass `int(q_offset)`; where "
                "lengths differ, `q_lens` and `kv_lens` align each batch entry")
+_TRACED = "JAX traces it: make it static (`static_argnames`)"
 _ONE_SIDE = "each side to be an integer, or None for unlimited: pass `int(...)` or None"
 
 
@@ -50,6 +51,8 @@ def _no_real(name, value):
     if isinstance(value, bool):
         return f"{came}, expected a number: leave `{name}` out for the default"
     came += f" {kind_of(value)}"
+    if is_traced(value):
+        return f"{came}, expected a number on the host: {_TRACED}"
     if getattr(value, "shape", ()):
         one = f"`{name}` is a {kind_of(value)} of shape {value.shape}, expected one number for all"
         if name == "scale":
@@ -81,6 +84,8 @@ def _integer(name, value, whole, expected):
             raise TypeError     # True is no position, and a GPU would have to be waited for
         return operator.index(value)
     except TypeError:
+        if is_traced(value):
+            expected = f"an integer on the host: {_TRACED}"
         raise TypeError(f"`{name}` is {shown(whole)}, with a {kind_of(value)}, expected "
                         f"{expected}") from None
 
@@ -91,6 +96,8 @@ def check_flag(name, value):
         return
     if getattr(value, "shape", ()):
         next_step = "an array of which keys may be seen is `mask=`"
+    elif is_traced(value):
+        next_step = _TRACED
     elif isinstance(value, str):
         next_step = f"pass `{name}=True` or `{name}=False`"
     else:
