@@ -25,14 +25,15 @@ def check_dtypes(q, k, v):
                             f"same for q, k and v: pass `{name}.astype(q.dtype)`")
 
 
-def check_dtype(name, dtype, allowed):
-    """A dtype among the names in `allowed`, of the machine's byte order."""
+def check_dtype(name, dtype, allowed, at=""):
+    """A dtype among the names in `allowed`, of the machine's byte order; `at` is an index."""
+    x = name + at
     if dtype.name not in allowed:
-        raise TypeError(f"`{name}` has dtype {dtype}, expected {' or '.join(allowed)}: "
-                        f"{_cast(name, dtype, allowed)}")
+        raise TypeError(f"`{name}`{at} has dtype {dtype}, expected {' or '.join(allowed)}: "
+                        f"{_cast(x, dtype, allowed)}")
     if not dtype.isnative:
-        raise TypeError(f"`{name}` has byte order {dtype.str}, expected the native one: pass "
-                        f'`{name}.astype({name}.dtype.newbyteorder("="))`')
+        raise TypeError(f"`{name}`{at} has byte order {dtype.str}, expected the native one: pass "
+                        f'`{x}.astype({x}.dtype.newbyteorder("="))`')
 
 
 def _cast(name, dtype, allowed):

@@ -25,7 +25,7 @@ _STATES = (
     ("is_quantized", "is quantized", "`{}.dequantize()`"),
     ("is_nested", "is nested", "`{}.to_padded_tensor(0.0)`, and the lengths as `q_lens=` and "
      "`kv_lens=`"),
-    ("is_meta", "is on the meta device", "one with elements, to `explain` `np.empty(shape, dtype)`"),
+    ("is_meta", "is on the meta device", "one with memory, to `explain` `np.empty(shape, dtype)`"),
     ("is_deleted", "has been deleted, or donated to a compiled function", "one that lives"),
 )
 
@@ -171,12 +171,12 @@ def _bfloat16(name):
     return ml_dtypes.bfloat16
 
 
-def no_array(name, x):
-    """The beginning of a message about an object that is no array."""
+def no_array(name, x, at=""):
+    """The beginning of a message about an object that is no array; `at` is an index."""
+    came = f"`{name}`{at} is a {kind_of(x)}"
     if _means_more(type(x)):
-        return (f"`{name}` is a {kind_of(x)}, a class whose elements are more than numbers (units, "
-                "masks, another product)")
-    return f"`{name}` is a {kind_of(x)}"
+        came += ", a class whose elements are more than numbers (units, masks, another product)"
+    return came
 
 
 def instead(name, x):

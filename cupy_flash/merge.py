@@ -10,6 +10,7 @@ import numpy as np
 
 from .checks import DTYPES, check_dtype
 from .intake import instead, library, no_array
+from .words import kind_of
 
 _CALL = "merge([out1, out2], [lse1, lse2])"
 
@@ -92,20 +93,21 @@ def _checked(outs, lses):
         raise ValueError(f"`outs` has {len(outs)} parts and `lses` has {len(lses)}, expected as "
                          f"many of both, at least one: the call is {_CALL}")
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        at = f"[{i}]"
         for name, x, first in (("outs", out, outs[0]), ("lses", lse, lses[0])):
-            _check_kind(f"{name}[{i}]", x, outs[0])
-            check_dtype(f"{name}[{i}]", x.dtype, DTYPES if name == "outs" else DTYPES[2:])
+            _check_kind(name, at, x, outs[0])
+            check_dtype(name, x.dtype, DTYPES if name == "outs" else DTYPES[2:], at)
             if x.dtype != first.dtype:
-                raise TypeError(f"`{name}[{i}]` has dtype {x.dtype}, but `{name}[0]` has "
+                raise TypeError(f"`{name}`{at} has dtype {x.dtype}, but `{name}`[0] has "
                                 f"{first.dtype}, expected the same: pass "
-                                f"`{name}[{i}].astype({name}[0].dtype)`")
+                                f"`{name}{at}.astype({name}[0].dtype)`")
             if x.shape != first.shape:
-                raise ValueError(f"`{name}[{i}]` has shape {x.shape}, but `{name}[0]` has "
+                raise ValueError(f"`{name}`{at} has shape {x.shape}, but `{name}`[0] has "
                                  f"{first.shape}, expected the same, for the parts differ in keys "
                                  "and not in queries: results for other queries are joined by "
                                  "`np.concatenate`")
         if not out.ndim or lse.shape != out.shape[:-1]:
-            raise ValueError(f"`lses[{i}]` has shape {lse.shape}, expected that of `outs[{i}]`, "
+            raise ValueError(f"`lses`{at} has shape {lse.shape}, expected that of `outs`{at}, "
                              f"{out.shape}, without the last axis: the call is {_CALL}")
     return outs, lses
 
@@ -115,21 +117,21 @@ def _parts(name, parts):
     try:
         return list(parts)
     except TypeError:
-        raise TypeError(f"`{name}` is a {type(parts).__module__}.{type(parts).__qualname__}, "
-                        f"expected a sequence of arrays: the call is {_CALL}") from None
+        raise TypeError(f"`{name}` is a {kind_of(parts)}, expected a sequence of arrays: the call "
+                        f"is {_CALL}") from None
 
 
-def _check_kind(name, x, first):
+def _check_kind(name, at, x, first):
     """A NumPy or CuPy array, like the first of all, and on its GPU."""
     kind, wanted = library(type(x)), library(type(first))
     if kind is None:
-        raise TypeError(f"{no_array(name, x)}, expected a NumPy or CuPy array: "
-                        f"{instead(name, x)}")
+        raise TypeError(f"{no_array(name, x, at)}, expected a NumPy or CuPy array: "
+                        f"{instead(name + at, x)}")
     if kind != wanted:
-        step = f"cupy.asarray({name})" if kind == "numpy" else f"cupy.asnumpy({name})"
-        raise TypeError(f"`{name}` is a {kind} array, but `outs[0]` is of {wanted}, expected all "
-                        f"on the same side: pass `{step}`")
+        step = "cupy.asarray" if kind == "numpy" else "cupy.asnumpy"
+        raise TypeError(f"`{name}`{at} is a {kind} array, but `outs`[0] is of {wanted}, expected "
+                        f"all on the same side: pass `{step}({name}{at})`")
     if kind == "cupy" and x.device.id != first.device.id:
-        raise ValueError(f"`{name}` is on GPU {x.device.id}, but `outs[0]` is on GPU "
+        raise ValueError(f"`{name}`{at} is on GPU {x.device.id}, but `outs`[0] is on GPU "
                          f"{first.device.id}, expected all on the same GPU: pass a copy made under "
                          f"`with cupy.cuda.Device({first.device.id}):`")

@@ -10,6 +10,7 @@ from .problem import UNLIMITED, accumulator_of
 from .words import kind_of, shown
 
 _PRECISIONS = ("tf32x3", "tf32")
+_DEFAULTS = {"scale": "1 / sqrt(d)", "softcap": "no cap"}
 _ONE_OFFSET = ("an integer on the host, one for the whole call: pass `int(q_offset)`; where "
                "lengths differ, `q_lens` and `kv_lens` align each batch entry")
 _TRACED = "JAX traces it: make it static (`static_argnames`)"
@@ -40,8 +41,8 @@ def real(name, value):
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        hint = ": None means without a cap" if name == "softcap" else ""
-        raise ValueError(f"`{name}` is {shown(value)}, expected a finite number{hint}")
+        raise ValueError(f"`{name}` is {shown(value)}, expected a finite number: leave it out for "
+                         f"{_DEFAULTS[name]}")
     return number
 
 
@@ -49,7 +50,7 @@ def _no_real(name, value):
     """Why a value is no number of its own, and what to write."""
     came = f"`{name}` is {'True' if value is True else 'False' if value is False else 'a'}"
     if isinstance(value, bool):
-        return f"{came}, expected a number: leave `{name}` out for the default"
+        return f"{came}, expected a number: leave it out for {_DEFAULTS[name]}"
     came += f" {kind_of(value)}"
     if is_traced(value):
         return f"{came}, expected a number on the host: {_TRACED}"
@@ -66,7 +67,7 @@ def _no_real(name, value):
         return f"{came}, expected a real number: pass `{name}.real`, or multiply `q` by a phase"
     if isinstance(value, str) or hasattr(type(value), "__float__"):
         return f"{came}, expected a number of Python or NumPy: pass `float({name})`"
-    return f"{came}, expected a number of Python or NumPy"
+    return f"{came}, expected a number of Python or NumPy: leave it out for {_DEFAULTS[name]}"
 
 
 def _softcap(softcap):

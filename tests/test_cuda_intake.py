@@ -26,7 +26,7 @@ def test_sides_and_devices_are_not_mixed(launches):
     lse = np.zeros(5, np.float32)
     with pytest.raises(TypeError, match="lses"):
         cf.merge([fake(x), fake(x)], [lse, lse])
-    with pytest.raises(ValueError, match=r"GPU 1, but `outs.0.` is on GPU 0"):
+    with pytest.raises(ValueError, match=r"GPU 1, but `outs`.0. is on GPU 0"):
         cf.merge([fake(x), fake(x, device=1)], [fake(lse), fake(lse)])
     assert launches == []
 
