@@ -12,7 +12,7 @@ from .problem import accumulator_of
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM, MAX_GPU_ROWS = 256, 2**30 - 1
-LAYOUT = "expected (N, d), (H, N, d) or (B, H, N, d)"
+LAYOUT = "(N, d), (H, N, d) or (B, H, N, d)"
 _ORDER = "attention_backward(dout, q, k, v, out, lse): the first argument is dout"
 
 
@@ -29,11 +29,16 @@ def check_dtype(name, dtype, allowed, at=""):
     """A dtype among the names in `allowed`, of the machine's byte order; `at` is an index."""
     x = name + at
     if dtype.name not in allowed:
-        raise TypeError(f"`{name}`{at} has dtype {dtype}, expected {' or '.join(allowed)}: "
+        raise TypeError(f"`{name}`{at} has dtype {dtype}, expected {_listed(allowed)}: "
                         f"{_cast(x, dtype, allowed)}")
     if not dtype.isnative:
         raise TypeError(f"`{name}`{at} has byte order {dtype.str}, expected the native one: pass "
                         f'`{x}.astype({x}.dtype.newbyteorder("="))`')
+
+
+def _listed(names):
+    """Names as a sentence has them."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _cast(name, dtype, allowed):
@@ -65,12 +70,14 @@ def check_shapes(q, k, v):
         if not 2 <= x.ndim <= 4:
             step = {0: "one number is no array of rows", 1: f"one row is `{name}[None]`"}.get(
                 x.ndim, f"join axes, as in `{name}.reshape(-1, *{name}.shape[-3:])`")
-            raise ValueError(f"`{name}` has {x.ndim} axes (shape {x.shape}), {LAYOUT}: {step}")
+            raise ValueError(f"`{name}` has {x.ndim} axes (shape {x.shape}), expected "
+                             f"{LAYOUT}: {step}")
         if x.ndim != q.ndim:
             step = (f"`{name}[None]` has one more" if x.ndim < q.ndim
                     else f"`{name}[0]` or `q[None]` has one less or more")
             raise ValueError(f"`{name}` has {x.ndim} axes (shape {x.shape}), but `q` has {q.ndim} "
-                             f"(shape {q.shape}), expected as many in all three, {LAYOUT}: {step}")
+                             f"(shape {q.shape}), expected as many in all three, which are "
+                             f"{LAYOUT}: {step}")
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
             step = ("cut `v` along its last axis and join the results" if name == "v"
                     and x.shape[-1] else "the last axis is d, this version has no kernel for more"
@@ -82,18 +89,19 @@ def check_shapes(q, k, v):
         if k.shape[-2] == q.shape[-1]:
             step = "keys are rows, not columns: pass `k.swapaxes(-1, -2)`"
         raise ValueError(f"`k` has head dim {k.shape[-1]}, but `q` has {q.shape[-1]}, expected the "
-                         f"same (q {q.shape}, k {k.shape}), {LAYOUT}: {step}")
+                         f"same (q {q.shape}, k {k.shape}; arrays are {LAYOUT}): {step}")
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"`v` has shape {v.shape}, but `k` has {k.shape}, expected the same but "
-                         f"for the last axis, {LAYOUT}: {_values_step(v, k)}")
+                         f"for the last axis (arrays are {LAYOUT}): {_values_step(v, k)}")
     (batch, heads_q), (batch_k, heads_k) = map(_batch_and_heads, (q.shape, k.shape))
     if batch_k != batch:
         raise ValueError(f"`k` has batch {batch_k} (shape {k.shape}), but `q` has {batch} (shape "
-                         f"{q.shape}), expected the same, {LAYOUT}: {_batch_step(batch, batch_k)}")
+                         f"{q.shape}), expected the same (arrays are {LAYOUT}): "
+                         f"{_batch_step(batch, batch_k)}")
     if not _heads_fit(heads_q, heads_k):
         raise ValueError(f"`q` has {heads_q} heads and `k` has {heads_k} (q {q.shape}, k "
-                         f"{k.shape}), expected the query heads to be a multiple of the key heads, "
-                         f"{LAYOUT}: {_heads_step(q.shape, k.shape)}")
+                         f"{k.shape}), expected the query heads to be a multiple of the key heads "
+                         f"(arrays are {LAYOUT}): {_heads_step(q.shape, k.shape)}")
     return batch, heads_q, heads_k
 
 
@@ -115,7 +123,7 @@ def _values_step(v, k):
             return f"pass `v.swapaxes({first}, {second})`"
     if v.ndim == 4 and v.shape[0] == 1 and v.shape[1:-1] == k.shape[1:-1]:
         return "one for all is `np.broadcast_to(v, (len(k), *v.shape[1:]))`, without a copy"
-    return "each key has one value"
+    return "k and v have the same heads and rows, one value for each key"
 
 
 def _batch_step(batch, batch_k):
@@ -141,7 +149,10 @@ def _heads_step(q, k):
                 code = which.split(" ")[0].format(axes)
                 rest = which.format(axes, axes)[len(code):]
                 return f"arrays stored as {stored} are passed as views, `{code}`{rest}"
-    return "repeat heads, or cut them into several calls"
+    heads_q, heads_k = (_batch_and_heads(shape)[1] for shape in (q, k))
+    if heads_q and heads_k % heads_q == 0 and heads_k:
+        return f"pass `np.repeat(q, {heads_k // heads_q}, axis=-3)`, or q and k the other way round"
+    return "make one call for the heads that share the same key heads"
 
 
 def _swapped(shape, first, second):

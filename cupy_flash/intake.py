@@ -191,6 +191,8 @@ def instead(name, x):
         return f"pass `{module}.asarray({name})`, which drops that meaning"
     if is_traced(x):
         return "while JAX traces there are no elements; call from `jax.pure_callback`"
+    if name == "lse" and x is None:
+        return "`attention(..., return_lse=True)` returns it"
     if name in ("q_lens", "kv_lens"):
         return "pass `np.int32([...])`, one length per batch entry"
     if isinstance(x, (list, tuple, bool, int, float)):

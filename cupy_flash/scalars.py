@@ -48,14 +48,13 @@ def real(name, value):
 
 def _no_real(name, value):
     """Why a value is no number of its own, and what to write."""
-    came = f"`{name}` is {'True' if value is True else 'False' if value is False else 'a'}"
     if isinstance(value, bool):
-        return f"{came}, expected a number: leave it out for {_DEFAULTS[name]}"
-    came += f" {kind_of(value)}"
+        return f"`{name}` is {value}, expected a number: leave it out for {_DEFAULTS[name]}"
+    came = f"`{name}` is a {kind_of(value)}"
     if is_traced(value):
         return f"{came}, expected a number on the host: {_TRACED}"
     if getattr(value, "shape", ()):
-        one = f"`{name}` is a {kind_of(value)} of shape {value.shape}, expected one number for all"
+        one = f"{came} of shape {value.shape}, expected one number for all"
         if name == "scale":
             return (f"{one}: multiply `q` by a scale of each head, as in "
                     "`q * scale[:, None, None]` with scale=1.0")
@@ -64,7 +63,7 @@ def _no_real(name, value):
         return (f"{came}, expected a number on the host (an array on a GPU would have to be waited "
                 f"for): pass a Python number, or `float({name})`, which waits")
     if isinstance(value, complex):
-        return f"{came}, expected a real number: pass `{name}.real`, or multiply `q` by a phase"
+        return f"{came}, expected a real number: pass `{name}.real`"
     if isinstance(value, str) or hasattr(type(value), "__float__"):
         return f"{came}, expected a number of Python or NumPy: pass `float({name})`"
     return f"{came}, expected a number of Python or NumPy: leave it out for {_DEFAULTS[name]}"
@@ -80,6 +79,8 @@ def _softcap(softcap):
 
 def _integer(name, value, whole, expected):
     """An integer of Python or NumPy; the argument is `whole`, of which `value` may be a part."""
+    if type(value) is int:
+        return value
     try:
         if isinstance(value, (bool, np.bool_)) or (hasattr(value, "shape") and is_on_gpu(value)):
             raise TypeError     # True is no position, and a GPU would have to be waited for
@@ -87,7 +88,8 @@ def _integer(name, value, whole, expected):
     except TypeError:
         if is_traced(value):
             expected = f"an integer on the host: {_TRACED}"
-        raise TypeError(f"`{name}` is {shown(whole)}, with a {kind_of(value)}, expected "
+        of = "of type" if whole is value else "with a"
+        raise TypeError(f"`{name}` is {shown(whole)} {of} {kind_of(value)}, expected "
                         f"{expected}") from None
 
 
@@ -117,8 +119,8 @@ def _positions(options):
     if offset is not None:
         offset = _integer("q_offset", offset, offset, _ONE_OFFSET)
         if abs(offset) > UNLIMITED:
-            raise ValueError(f"`q_offset` is {shown(offset)}, expected -2**40 to 2**40: keys so "
-                             "far away are hidden, or seen, by one nearer as well")
+            raise ValueError(f"`q_offset` is {shown(offset)}, expected -2**40 to 2**40: "
+                             "nothing changes beyond, so pass the nearer of the two")
     return left, 0 if options.causal else right, offset
 
 
@@ -134,8 +136,8 @@ def _window(window):
              for side in window]
     if min(sides) < 0:
         mended = tuple(None if side is not None and side < 0 else side for side in window)
-        raise ValueError(f"`window` is {shown(window)}, expected sides from 0 on: None means "
-                         f"unlimited, as in `window={mended}`")
+        raise ValueError(f"`window` is {shown(window)}, expected each side to be 0 or "
+                         f"more: None means unlimited, as in `window={mended}`")
     return [min(side, UNLIMITED) for side in sides]
 
 

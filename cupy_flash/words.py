@@ -7,6 +7,8 @@ Nothing of this is looked at in a call that is right. The functions end in ``*un
 import inspect
 from reprlib import Repr
 
+import numpy as np
+
 _NO_DROPOUT = "there is no dropout in this version: leave it out"
 _SCALE = "here it is `scale=`"
 _SOFTCAP = "here it is `softcap=`"
@@ -76,16 +78,20 @@ _repr.maxstring = _repr.maxother = 60
 
 
 def shown(value):
-    """A value as messages show it: arrays by kind and shape, all else in a few words."""
+    """A value as messages show it: arrays by kind and shape, all else in a few words.
+
+    Of numbers in arrays, only NumPy's are read: others might have to be waited for.
+    """
     shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple) and shape:
+    if isinstance(shape, tuple) and (shape or not isinstance(value, (np.generic, np.ndarray))):
         return f"a {kind_of(value)} of shape {shape}"
     return _repr.repr(value)
 
 
 def kind_of(value):
     """Module and name of a value's class."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    module, name = type(value).__module__, type(value).__qualname__
+    return name if module == "builtins" else f"{module}.{name}"
 
 
 def exact(function):
