@@ -5,7 +5,7 @@ from inspect import getattr_static
 
 import numpy as np
 
-from . import device, dlpack
+from . import device
 from .words import kind_of
 
 _CPU_DEVICES = (1, 3)       # DLPack: kDLCPU and kDLCUDAHost (pinned host memory)
@@ -15,11 +15,9 @@ _CUDA_DEVICES = (2, 13)     # kDLCUDA and kDLCUDAManaged
 _MEANING = ("__array_ufunc__", "__array_function__", "__add__", "__mul__", "__matmul__")
 # The same of PyTorch; a subclass with a dispatch of its own need not even have memory.
 _TENSOR_MEANING = ("__torch_dispatch__", "__torch_function__")
-# What a tensor may be beside its elements, and what to pass. DLPack exports the memory of a view
-# with the negative bit, and so the wrong sign.
+# Why a tensor may refuse to be exported, and what to pass.
 _STATES = (
     ("requires_grad", "requires grad, and no gradient would reach it", "`{}.detach()`"),
-    ("is_neg", "has PyTorch's negative bit set, which DLPack does not tell", "`{}.resolve_neg()`"),
     ("is_sparse", "is sparse", "`{}.to_dense()`"),
     ("is_sparse_csr", "is sparse", "`{}.to_dense()`"),
     ("is_quantized", "is quantized", "`{}.dequantize()`"),
@@ -67,7 +65,7 @@ def take_all(named):
                         f"on the same side: pass `cupy.asarray({cpu})` or `cupy.asnumpy({gpu})`")
     if "cpu" in sides:
         return {name: take(name, x) for name, x in named.items()}
-    return {name: x if library(type(x)) else device.adopt(name, x) for name, x in named.items()}
+    return {name: x if library(type(x)) else _adopt(name, x) for name, x in named.items()}
 
 
 def is_on_gpu(x):
@@ -96,14 +94,24 @@ def _side(name, x):
     known = library(type(x))
     if known is not None:
         return "cpu" if known == "numpy" else "gpu"
-    if not _means_more(type(x)):
-        if hasattr(type(x), "__dlpack_device__"):
-            _check_state(name, x)
-            return _dlpack_side(name, x)
-        if hasattr(x, "__cuda_array_interface__"):
-            return "gpu"
+    if _speaks_dlpack(type(x)):
+        return _dlpack_side(name, x)
+    if not _means_more(type(x)) and hasattr(x, "__cuda_array_interface__"):
+        return "gpu"
     raise TypeError(f"{no_array(name, x)}, expected a NumPy or CuPy array (or an object with "
                     f"DLPack): {instead(name, x)}")
+
+
+@cache
+def _speaks_dlpack(kind):
+    """Whether objects of a class are taken in through DLPack."""
+    return hasattr(kind, "__dlpack_device__") and not _means_more(kind)
+
+
+@cache
+def _has_sign(kind):
+    """Whether a view may stand for the negative of its memory, as in PyTorch."""
+    return hasattr(kind, "is_neg")
 
 
 @cache
@@ -120,7 +128,7 @@ def _means_more(kind):
 
 
 def _check_state(name, x):
-    """Refuses a tensor that is more, or less, than its elements."""
+    """Names the reason for which a tensor was not exported, if it is a usual one."""
     for attribute, what, remedy in _STATES:
         value = getattr(x, attribute, False)
         if value is True or (callable(value) and value() is True):
@@ -133,9 +141,13 @@ def _dlpack_side(name, x):
     try:
         kind = int(x.__dlpack_device__()[0])
     except Exception as error:      # of another library, and so of any class
+        _check_state(name, x)
         raise TypeError(f"`{name}` is a {kind_of(x)} that names no device, expected one in CPU "
                         f"memory or on an NVIDIA GPU ({error}): pass an array that has memory there"
                         ) from error
+    if _has_sign(type(x)) and x.is_neg() is True:       # the memory alone is exported
+        raise TypeError(f"`{name}` is a {kind_of(x)} with PyTorch's negative bit set, which DLPack "
+                        f"does not tell, expected plain numbers: pass `{name}.resolve_neg()`")
     if kind in _CPU_DEVICES:
         return "cpu"
     if kind in _CUDA_DEVICES:
@@ -152,12 +164,24 @@ def take(name, x):
         try:
             return np.from_dlpack(x)
         except Exception:           # of NumPy, which knows no bfloat16, or of the exporter
+            from . import dlpack  # few calls need it
+
             bits = dlpack.bfloat16_bits(x)
     except Exception as error:
+        _check_state(name, x)
         raise TypeError(f"`{name}` is a {kind_of(x)} of {getattr(x, 'dtype', 'unknown dtype')} and "
                         f"cannot be taken in through DLPack ({error}): pass a NumPy array of "
                         "float16, bfloat16, float32 or float64") from error
     return bits.view(_bfloat16(name))
+
+
+def _adopt(name, x):
+    """The CuPy array over the memory of `x`."""
+    try:
+        return device.adopt(name, x)
+    except TypeError:
+        _check_state(name, x)
+        raise
 
 
 def _bfloat16(name):

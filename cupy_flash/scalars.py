@@ -7,7 +7,7 @@ import numpy as np
 
 from .intake import is_on_gpu, is_traced, library
 from .problem import UNLIMITED, accumulator_of
-from .words import kind_of, shown
+from .words import described, kind_of, shown
 
 _PRECISIONS = ("tf32x3", "tf32")
 _DEFAULTS = {"scale": "1 / sqrt(d)", "softcap": "no cap"}
@@ -88,9 +88,9 @@ def _integer(name, value, whole, expected):
     except TypeError:
         if is_traced(value):
             expected = f"an integer on the host: {_TRACED}"
-        of = "of type" if whole is value else "with a"
-        raise TypeError(f"`{name}` is {shown(whole)} {of} {kind_of(value)}, expected "
-                        f"{expected}") from None
+        came = (described(value) if whole is value
+                else f"{shown(whole)} with a {kind_of(value)}")
+        raise TypeError(f"`{name}` is {came}, expected {expected}") from None
 
 
 def check_flag(name, value):
@@ -105,8 +105,7 @@ def check_flag(name, value):
         next_step = f"pass `{name}=True` or `{name}=False`"
     else:
         next_step = f"pass `bool({name})`" if value is not None else f"leave `{name}` out for False"
-    raise TypeError(f"`{name}` is {shown(value)} of type {kind_of(value)}, expected a bool: "
-                    f"{next_step}")
+    raise TypeError(f"`{name}` is {described(value)}, expected a bool: {next_step}")
 
 
 def _positions(options):
@@ -158,5 +157,6 @@ def allowed_result(name, wanted, dtype):
     allowed = dict.fromkeys((dtype, accumulator_of(dtype)))
     if isinstance(wanted, str) or wanted.name not in allowed or not wanted.isnative:
         raise TypeError(f"`{name}` is {wanted}, expected None or {' or '.join(allowed)} for "
-                        f"{dtype} inputs: leave it out, and cast the results by `.astype`")
+                        f"{dtype} inputs: pass `np.{accumulator_of(dtype)}`, or leave it out, and "
+                        "cast the results by `.astype`")
     return wanted

@@ -88,6 +88,12 @@ def shown(value):
     return _repr.repr(value)
 
 
+def described(value):
+    """The same with the type of what is no array."""
+    text, kind = shown(value), kind_of(value)
+    return text if text.startswith(f"a {kind} of shape") else f"{text} of type {kind}"
+
+
 def kind_of(value):
     """Module and name of a value's class."""
     module, name = type(value).__module__, type(value).__qualname__

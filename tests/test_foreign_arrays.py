@@ -185,21 +185,33 @@ STATES = {
     "is_quantized": "`q.dequantize()`",
     "is_nested": "`q.to_padded_tensor(0.0)`",
     "is_meta": "one with memory, to `explain` `np.empty(shape, dtype)`",
-    "is_neg": "`q.resolve_neg()`",
     "is_deleted": "one that lives",
 }
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_tensors_that_are_not_their_elements(state):
-    """Methods and attributes alike; the negative bit would turn every sign if it were exported."""
+    """They refuse to be exported; why, is told by a method or an attribute."""
     for value in (True, lambda: True):
         with pytest.raises(TypeError) as raised:
-            cf.attention(Exporter(X, **{state: value}), X, X)
+            cf.attention(Failing(X, **{state: value}), X, X)
         text = str(raised.value)
         assert text.startswith("`q` is a ") and f"pass {STATES[state]}" in text
     for value in (False, lambda: False):
         assert (cf.attention(Exporter(X, **{state: value}), X, X) == cf.attention(X, X, X)).all()
+
+
+def test_a_view_with_the_wrong_sign_is_not_taken_in():
+    """PyTorch exports the memory of ``x.conj().imag`` without a word about its sign."""
+    class Signed(Exporter):
+        negative = False
+
+        def is_neg(self):
+            return self.negative
+
+    with pytest.raises(TypeError, match=r"^`q` is a .*negative bit.*pass `q.resolve_neg\(\)`"):
+        cf.attention(Signed(X, negative=True), X, X)
+    assert (cf.attention(Signed(X), X, X) == cf.attention(X, X, X)).all()
 
 
 @pytest.mark.parametrize("kind, words", [(8, "kind 8"), (10, "kind 10")])
