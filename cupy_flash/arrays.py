@@ -113,6 +113,7 @@ def _addresses(x):
 
 
 def _overlap(x, other):
+    """Whether two arrays share an element; True as well if that is too hard to tell."""
     try:
         return np.shares_memory(x, other, max_work=_OVERLAP_EFFORT)
     except np.exceptions.TooHardError:
@@ -120,6 +121,7 @@ def _overlap(x, other):
 
 
 def _overlaps_itself(x):
+    """Whether an element of `x` lies where another does, as far as strides and extents tell."""
     reach = x.itemsize
     extents = zip(x.strides, x.shape, strict=True)
     for stride, extent in sorted((abs(s), n) for s, n in extents if n > 1):
