@@ -1,7 +1,7 @@
 """Exact, fast attention for NumPy and CuPy arrays: no framework, nothing to compile.
 
     attention(...)              the public functions            attention.py
-      bind    -> Problem, arrays      all validation            bind.py, problem.py
+      bind    -> Problem, arrays      all validation            bind.py and what it calls
       plan    -> Plan                 launches and workspace    plan/
       run     -> arrays               kernels                   backends/
 

@@ -1,12 +1,11 @@
-"""User arrays: which library they belong to, taking them in without a copy, checking buffers."""
+"""Arrays of NumPy and CuPy: layouts, checking buffers, memory order, copies."""
 
 from contextlib import nullcontext
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-_CPU_DEVICES = (1, 3)       # DLPack: kDLCPU and kDLCUDAHost (pinned host memory)
 OFFSETS = 16                # the widest load: no kernel asks for more of an address
 _OVERLAP_EFFORT = 10_000    # bound on the exact search; if it gives up, arrays count as overlapping
 
@@ -37,65 +36,6 @@ class Layout(NamedTuple):
                                  or 0 in self.shape)
 
 
-@cache
-def library(kind):
-    """``"numpy"`` or ``"cupy"`` for a class of arrays that is used as it is, else None.
-
-    A CuPy array is known by its class's name, so that CuPy need not be imported.
-    """
-    if issubclass(kind, np.ndarray):
-        return None if issubclass(kind, (np.ma.MaskedArray, np.matrix)) else "numpy"
-    names = {(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__}
-    return "cupy" if ("cupy", "ndarray") in names else None
-
-
-def family(x):
-    """``"cpu"``, ``"gpu"`` or None for an object that is no array."""
-    known = library(type(x))
-    if known is not None:
-        return "cpu" if known == "numpy" else "gpu"
-    if isinstance(x, np.ndarray):
-        return None
-    if hasattr(x, "__dlpack_device__"):
-        return "cpu" if int(x.__dlpack_device__()[0]) in _CPU_DEVICES else "gpu"
-    return "gpu" if hasattr(x, "__cuda_array_interface__") else None
-
-
-def common_family(named):
-    """The family of all objects; TypeError if one is no array, or if there are two families.
-
-    Arrays of one class that need not be taken in have their library's name for a family.
-    """
-    kinds = [*map(type, named.values())]
-    known = library(kinds[0])
-    if known is not None and kinds.count(kinds[0]) == len(kinds):
-        return known
-    families = {}
-    for name, x in named.items():
-        kind = family(x)
-        if kind is None:
-            raise TypeError(f"`{name}` is a {type(x).__module__}.{type(x).__qualname__}, expected "
-                            "a NumPy or CuPy array (or an object with DLPack)")
-        families.setdefault(kind, name)
-    if len(families) > 1:
-        raise TypeError(f"`{families['gpu']}` is on a GPU, but `{families['cpu']}` is in CPU "
-                        "memory: all arrays must be on the same side")
-    return next(iter(families))
-
-
-def take(name, x):
-    """The NumPy array over the memory of `x`."""
-    if isinstance(x, np.ndarray):
-        return x
-    try:
-        return np.from_dlpack(x)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        # JAX hands out bfloat16 by __array__ only, and so without a copy.
-        if hasattr(x, "__array__"):
-            return np.asarray(x)
-        raise TypeError(f"`{name}` cannot be taken in through DLPack: {error}") from error
-
-
 def layouts(arrays):
     """What arrays, all of NumPy or all of CuPy, say about themselves: each is asked once.
 
@@ -118,6 +58,25 @@ def layouts(arrays):
             found.append((name, x.shape, x.strides, x.dtype, True, address % OFFSETS,
                           data.device_id))
     return tuple(found), addresses
+
+
+def result_layout(name, like, columns, dtype):
+    """What `layouts` would say of a result that a call allocates.
+
+    `like` is the entry of the array whose memory order it has; with `columns` None it has one axis
+    less and C order, as `lse`.
+    """
+    _, shape, strides, _, _, *place = like
+    extents = shape[:-1] if columns is None else (*shape[:-1], columns)
+    axes = [*range(len(extents))]
+    if columns is not None:
+        axes[:-1] = memory_order(strides)[0]
+    dtype = np.dtype(dtype)
+    found, step = [0] * len(extents), dtype.itemsize
+    for axis in reversed(axes):
+        found[axis] = step
+        step *= extents[axis]
+    return name, extents, tuple(found), dtype, True, *((0, place[1]) if place else ())
 
 
 def on_device_of(x):
@@ -154,6 +113,7 @@ def _addresses(x):
 
 
 def _overlap(x, other):
+    """Whether two arrays share an element; True as well if that is too hard to tell."""
     try:
         return np.shares_memory(x, other, max_work=_OVERLAP_EFFORT)
     except np.exceptions.TooHardError:
@@ -161,6 +121,7 @@ def _overlap(x, other):
 
 
 def _overlaps_itself(x):
+    """Whether an element of `x` lies where another does, as far as strides and extents tell."""
     reach = x.itemsize
     extents = zip(x.strides, x.shape, strict=True)
     for stride, extent in sorted((abs(s), n) for s, n in extents if n > 1):

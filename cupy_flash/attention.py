@@ -1,4 +1,8 @@
-"""The public functions: bind the call, make a plan, run it."""
+"""The public functions: bind the call, make a plan, run it.
+
+``*unnamed`` and ``**unknown`` take in what nobody should pass, so that the refusal can say what to
+write instead; see `words`.
+"""
 
 import os
 import sys
@@ -6,8 +10,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from . import device
-from .bind import Options, bind_backward, bind_forward, describe
+from .bind import Options, bind_backward, bind_forward, check_pullback, describe_both
 from .plan import make_plan
+from .scalars import check_flag
+from .words import arguments_of, exact, refusal
 
 _NO_OPTIONS = Options()
 # Whether every call says on stderr what it runs. Read once: the environment is slow to look at.
@@ -15,14 +21,30 @@ _PRINTS_PLANS = os.environ.get("CUPY_FLASH_PRINT_PLAN") == "1"
 
 
 class Gradients(NamedTuple):
-    """Gradients of `attention`; None where there is no such operand.
+    """Gradients of `attention`, as `attention_backward` and the pullbacks return them.
 
     Attributes
     ----------
-    dq, dk, dv : ndarray
-        Shapes of q, k, v.
+    dq : ndarray (..., Nq, d)
+    dk : ndarray (..., Nk, d)
+    dv : ndarray (..., Nk, d_v)
+        Shapes and memory order of q, k, v; their dtype, or `grad_dtype`.
     dbias : ndarray or None
-        Shape of `bias`, summed over the axes along which it was broadcast.
+        Shape of `bias`, summed over the axes along which it was broadcast; its dtype, or
+        `grad_dtype`. None without a bias.
+
+    Notes
+    -----
+    The formulas are those of `attention_backward`; dbias is dS there.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash as cf
+    >>> x = np.ones((3, 4), np.float32)
+    >>> out, pullback = cf.attention_vjp(x, x, x, bias=np.zeros(3))
+    >>> dq, dk, dv, dbias = pullback(out)
+    >>> dq.shape, dbias.shape, dbias.dtype
+    ((3, 4), (3,), dtype('float64'))
     """
 
     dq: Any
@@ -31,13 +53,15 @@ class Gradients(NamedTuple):
     dbias: Any = None
 
 
-def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, mask=None,
+@exact
+def attention(q, k, v, *unnamed, scale=None, causal=False, q_offset=None, window=None, mask=None,
               bias=None, softcap=None, alibi_slopes=None, q_lens=None, kv_lens=None,
-              precision=None, return_lse=False, out=None, out_dtype=None):
+              precision=None, return_lse=False, out=None, out_dtype=None, **unknown):
     """Exact attention, ``softmax(scale * q @ k.T + ...) @ v``, without the Nq x Nk matrix.
 
     The sequence axis is the last but one, always: ``(N, d)``, ``(H, N, d)`` or ``(B, H, N, d)``,
     the same number of axes in q, k and v. Pass a ``(B, N, H, d)`` array as ``x.swapaxes(1, 2)``.
+    All but q, k and v is passed by name.
 
     Parameters
     ----------
@@ -61,11 +85,13 @@ def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, 
                            1 1
     q_offset : int, optional
         Position of query 0 among the keys. Default ``Nk - Nq``: the newest query sees every key;
-        with `kv_lens` or `q_lens` the true lengths count. 0 aligns the first query and key.
+        with `kv_lens` or `q_lens` the true lengths count. 0 aligns the first query and key. From
+        -2^40 to 2^40; without effect where neither `causal` nor `window` nor `alibi_slopes` looks
+        at positions, so that ``causal=flag`` needs no second call.
     window : (left, right), optional
-        Keys ``i + q_offset - left ... i + q_offset + right`` are visible, both ends included; None
-        on a side: unlimited. Combined with `causal` by AND. The last W tokens, the query's own
-        included, are ``window=(W - 1, 0)``.
+        Keys ``i + q_offset - left ... i + q_offset + right`` are visible, both ends included, each
+        an integer from 0 on; None on a side: unlimited. Combined with `causal` by AND. The last W
+        tokens, the query's own included, are ``window=(W - 1, 0)``.
     mask : ndarray of bool, optional
         True = may attend; broadcast to ``(B, Hq, Nq, Nk)`` without being expanded in memory.
     bias : ndarray, optional
@@ -76,8 +102,10 @@ def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, 
     alibi_slopes : ndarray (Hq,) or (B, Hq), optional
         float32 or float64; ``-slope * abs(i + q_offset - j)`` is added to the scores.
     q_lens, kv_lens : ndarray (B,) of int32, optional
-        True lengths inside the padded arrays. What lies behind them changes nothing; result rows
-        behind `q_lens` are 0 with lse -inf.
+        True lengths inside the padded arrays, 0 to Nq and 0 to Nk. What lies behind them changes
+        nothing; result rows behind `q_lens` are 0 with lse -inf. Causal attention is aligned by
+        them: in a training batch padded on the right give both, or with `kv_lens` alone the last
+        *padded* query is the one that sees every key, and the first true ones see none.
     precision : {"tf32x3", "tf32"}, optional
         float32 inputs only: "tf32x3" (default) is as exact as float32; "tf32" rounds q, k, v and
         the probabilities to TF32, an error of about 1e-3.
@@ -98,16 +126,19 @@ def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, 
     Raises
     ------
     TypeError
-        An argument that is no array or number of a supported dtype, or arrays of mixed kinds.
+        An argument that is no array or number of a supported dtype, arrays of mixed kinds, arrays
+        whose class adds a meaning (units, masks), or a word that this function does not have: for
+        those of other libraries the message has the word here.
     ValueError
         Shapes, lengths or numbers out of range (on a GPU from 2^30 rows on), or an `out` that
         overlaps an input.
     NotImplementedError
-        A GPU older than compute capability 8.0.
+        A GPU older than compute capability 8.0, or no CuPy for arrays on a GPU.
 
     Notes
     -----
     Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023), algorithm 1; memory O(N).
+    `alibi_slopes`: Press et al., "Train Short, Test Long" (2022), section 3.
     A masked key cannot matter: finite values behind any mask, and NaN or infinities in keys that no
     query of a tile sees, change nothing.
 
@@ -118,6 +149,10 @@ def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, 
     >>> cf.attention(x, x, x, causal=True).shape
     (8, 1000, 64)
     """
+    if unnamed or unknown:
+        raise _refusal("attention", unnamed, unknown)
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
     options = Options(mask, bias, alibi_slopes, q_lens, kv_lens, scale, causal, q_offset, window,
                       softcap, precision)
     results = _run("forward", *bind_forward(q, k, v, options, out, out_dtype, bool(return_lse)))
@@ -125,8 +160,9 @@ def attention(q, k, v, *, scale=None, causal=False, q_offset=None, window=None, 
     return (out, results["lse"]) if return_lse else out
 
 
-def attention_backward(dout, q, k, v, out, lse, *, dlse=None, deterministic=False, grad_dtype=None,
-                       dq=None, dk=None, dv=None, **options):
+@exact
+def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, deterministic=False,
+                       grad_dtype=None, dq=None, dk=None, dv=None, **options):
     """Gradients of `attention` with respect to q, k, v and bias.
 
     Parameters
@@ -136,8 +172,9 @@ def attention_backward(dout, q, k, v, out, lse, *, dlse=None, deterministic=Fals
     q, k, v : ndarray
         As in the forward call.
     out, lse : ndarray (..., Nq, d_v) and (..., Nq)
-        What `attention` returned; `out` in the dtype of `q` or float32. If the keys here are a part
-        of all keys (ring attention), those of the whole: the gradients of the parts then add up.
+        What `attention` returned; `out` in the dtype of `q` or float32, `lse` in float32 (both
+        float64 for float64). If the keys here are a part of all keys (ring attention), those of the
+        whole: the gradients of the parts then add up.
     dlse : ndarray (..., Nq), optional
         Gradient of `lse`, in its dtype.
     deterministic : bool
@@ -146,7 +183,8 @@ def attention_backward(dout, q, k, v, out, lse, *, dlse=None, deterministic=Fals
     grad_dtype : dtype, optional
         Of all gradients: None (each in its operand's dtype) or float32 (float64 for float64).
     dq, dk, dv : ndarray, optional
-        Buffers of the shapes of q, k, v, apart from all inputs; they are returned.
+        Buffers of the shapes of q, k, v and of the gradients' dtype, of any strides, apart from all
+        inputs; they are returned.
     **options
         Those of the forward call: scale, causal, q_offset, window, mask, bias, softcap,
         alibi_slopes, q_lens, kv_lens, precision.
@@ -166,26 +204,34 @@ def attention_backward(dout, q, k, v, out, lse, *, dlse=None, deterministic=Fals
     Dao et al., "FlashAttention" (2022), appendix B.2: P = exp(S - lse), dP = dO V^T,
     delta = rowsum(dO * O) - dlse, dS = P * (dP - delta), dQ = scale dS K, dK = scale dS^T Q,
     dV = P^T dO.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash as cf
+    >>> x = np.random.default_rng(0).standard_normal((8, 100, 64), dtype=np.float32)
+    >>> out, lse = cf.attention(x, x, x, causal=True, return_lse=True)
+    >>> grads = cf.attention_backward(np.ones_like(out), x, x, x, out, lse, causal=True)
+    >>> grads.dk.shape
+    (8, 100, 64)
     """
-    results = _run("backward", *bind_backward(
-        dout, q, k, v, out, lse, Options(**options) if options else _NO_OPTIONS, dlse=dlse,
-        deterministic=deterministic, grad_dtype=grad_dtype, dq=dq, dk=dk, dv=dv,
-    ))
-    return Gradients(
-        results["dq"] if dq is None else dq,
-        results["dk"] if dk is None else dk,
-        results["dv"] if dv is None else dv,
-        results.get("dbias"),
-    )
+    options = _options("attention_backward", unnamed, options)
+    return _gradients(dout, q, k, v, out, lse, options, dlse, deterministic, grad_dtype, dq, dk, dv)
 
 
-def attention_vjp(q, k, v, *, return_lse=False, deterministic=False, grad_dtype=None, **options):
+@exact
+def attention_vjp(q, k, v, *unnamed, return_lse=False, deterministic=False, grad_dtype=None,
+                  **options):
     """`attention` and the function that pulls gradients back through it.
+
+    The pullback keeps the arrays themselves, not copies: q, k, v, the returned `out` and `lse`, and
+    every array among the options (bias, mask, alibi_slopes, q_lens, kv_lens). None of them may be
+    changed before its last call, `out` included (``out += x`` gives wrong gradients, silently):
+    write ``out = out + x``, or pass on ``out.copy()``.
 
     Parameters
     ----------
     q, k, v : ndarray
-        As in `attention`; not to be changed before the pullback is called.
+        As in `attention`.
     return_lse : bool
         The first result is then ``(out, lse)``, and the pullback takes ``(dout, dlse)``.
     deterministic, grad_dtype
@@ -198,31 +244,60 @@ def attention_vjp(q, k, v, *, return_lse=False, deterministic=False, grad_dtype=
     -------
     out : ndarray (..., Nq, d_v), or (out, lse)
     pullback : callable
-        ``pullback(dout)`` or ``pullback(dout, dlse)`` returns `Gradients`.
+        ``pullback(dout)`` or ``pullback(dout, dlse)`` returns `Gradients`, as often as it is
+        called; shapes and dtypes as in `attention_backward`.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `attention`.
+        As `attention`; for all arguments before anything is computed.
+
+    Notes
+    -----
+    The formulas are those of `attention_backward`.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash as cf
+    >>> x = np.random.default_rng(0).standard_normal((8, 100, 64), dtype=np.float32)
+    >>> out, pullback = cf.attention_vjp(x, x, x, causal=True)
+    >>> dq, dk, dv, _ = pullback(np.ones_like(out))
+    >>> dq.shape
+    (8, 100, 64)
     """
-    out, lse = attention(q, k, v, return_lse=True, **options)
+    options = _options("attention_vjp", unnamed, options)
+    check_flag("return_lse", return_lse)
+    check_pullback(q, k, v, options, deterministic, grad_dtype)
+    results = _run("forward", *bind_forward(q, k, v, options))
+    out, lse = results["out"], results["lse"]
 
     def pullback(dout, dlse=None):
         """Gradients for dout (..., Nq, d_v) and dlse (..., Nq)."""
-        return attention_backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic,
-                                  grad_dtype=grad_dtype, **options)
+        return _gradients(dout, q, k, v, out, lse, options, dlse, deterministic, grad_dtype)
 
     return ((out, lse) if return_lse else out), pullback
 
 
-def explain(q, k, v, **options):
+@exact
+def explain(q, k, v, *unnamed, return_lse=False, out=None, out_dtype=None, dout=None, lse=None,
+            dlse=None, deterministic=False, grad_dtype=None, dq=None, dk=None, dv=None, **options):
     """The plans of the forward and the backward pass for these arguments, as text.
+
+    It takes the words of the calls that it explains, checks them as these do, and computes nothing.
 
     Parameters
     ----------
-    q, k, v, **options
-        As in `attention`: scale, causal, q_offset, window, mask, bias, softcap, alibi_slopes,
-        q_lens, kv_lens, precision. Nothing is computed.
+    q, k, v : ndarray
+        As in `attention`.
+    return_lse, out, out_dtype
+        As in `attention`. `out` is the buffer there and the argument of the same name in
+        `attention_backward`.
+    dout, lse, dlse, deterministic, grad_dtype, dq, dk, dv
+        As in `attention_backward`; without `dout`, `out` or `lse`, arrays as `attention` would
+        return them are assumed.
+    **options
+        Of both: scale, causal, q_offset, window, mask, bias, softcap, alibi_slopes, q_lens,
+        kv_lens, precision.
 
     Returns
     -------
@@ -232,12 +307,59 @@ def explain(q, k, v, **options):
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `attention`.
+        As the calls.
+
+    Notes
+    -----
+    docs/design.md has what a plan is.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash as cf
+    >>> x = np.zeros((8, 1000, 64), np.float32)
+    >>> print(cf.explain(x, x, x, causal=True).split(",")[0])
+    forward: batch 1
     """
-    problem = describe(q, k, v, Options(**options))
-    where = device.of(problem.gpu)
-    plans = (make_plan(direction, problem, where) for direction in ("forward", "backward"))
+    options = _options("explain", unnamed, options)
+    arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq,
+              "dk": dk, "dv": dv}
+    problems = describe_both(arrays, options, out_dtype=out_dtype, returns_lse=return_lse,
+                             deterministic=deterministic, grad_dtype=grad_dtype)
+    where = device.of(problems[0].gpu)
+    plans = map(make_plan, ("forward", "backward"), problems, (where, where))
     return "\n".join(map(str, plans))
+
+
+def _gradients(dout, q, k, v, out, lse, options, dlse, deterministic, grad_dtype, dq=None, dk=None,
+               dv=None):
+    """`Gradients` for `Options`, in which each word is one."""
+    results = _run("backward", *bind_backward(dout, q, k, v, out, lse, options, dlse, deterministic,
+                                              grad_dtype, dq, dk, dv))
+    return Gradients(
+        results["dq"] if dq is None else dq,
+        results["dk"] if dk is None else dk,
+        results["dv"] if dv is None else dv,
+        results.get("dbias"),
+    )
+
+
+def _options(function, unnamed, options):
+    """The options behind ``**options``; TypeError if a word is none of them."""
+    if unnamed:
+        raise _refusal(function, unnamed, options)
+    if not options:
+        return _NO_OPTIONS
+    try:
+        return Options(**options)
+    except TypeError:
+        raise _refusal(function, unnamed, options) from None
+
+
+def _refusal(function, unnamed, given):
+    """The error for arguments that the function of this name does not have."""
+    functions = (attention, attention_backward, attention_vjp, explain)
+    known = {f.__name__: arguments_of(f, Options._fields) for f in functions}
+    return refusal(function, unnamed, given, known)
 
 
 def _run(direction, problem, arrays, addresses):

@@ -8,6 +8,12 @@ from contextlib import nullcontext
 
 import numpy as np
 
+from .checks import DTYPES, check_dtype
+from .intake import instead, library, no_array
+from .words import kind_of
+
+_CALL = "merge([out1, out2], [lse1, lse2])"
+
 
 def merge(outs, lses):
     """Attention over all keys from attention over parts of them.
@@ -15,11 +21,13 @@ def merge(outs, lses):
     Parameters
     ----------
     outs : sequence of ndarray (..., N, d_v)
-        Partial results, all of one shape and dtype, all NumPy or all CuPy arrays of one GPU;
-        float32 parts (``out_dtype``) lose nothing.
+        Partial results as `attention` returns them, all of one shape and dtype (float16, bfloat16,
+        float32 or float64), all NumPy or all CuPy arrays of one GPU; float32 parts (``out_dtype``)
+        lose nothing.
     lses : sequence of ndarray (..., N)
-        Their log-sum-exps, natural logarithm. -inf marks a row of a part that saw no key, and so
-        does +inf, as some libraries write it; the partial result there is not looked at.
+        Their log-sum-exps, natural logarithm, float32 or float64. -inf marks a row of a part that
+        saw no key, and so does +inf, as some libraries write it; the partial result there is not
+        looked at.
 
     Returns
     -------
@@ -31,7 +39,8 @@ def merge(outs, lses):
     Raises
     ------
     TypeError
-        Parts that are neither NumPy nor CuPy arrays, some of each, or of different dtypes.
+        Parts that are neither NumPy nor CuPy arrays, some of each, of other or of different dtypes,
+        or of a class that adds a meaning (units, masks).
     ValueError
         No parts, unequal numbers of parts, shapes that do not fit, or parts on different GPUs.
 
@@ -39,6 +48,16 @@ def merge(outs, lses):
     -----
     Dao, "FlashAttention-2" (2023), section 2.3.1, as a sum over any number of parts. Associative up
     to rounding; the result of an empty part is the neutral element.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash as cf
+    >>> x = np.random.default_rng(0).standard_normal((100, 64), dtype=np.float32)
+    >>> out1, lse1 = cf.attention(x, x[:40], x[:40], return_lse=True)
+    >>> out2, lse2 = cf.attention(x, x[40:], x[40:], return_lse=True)
+    >>> out, lse = cf.merge([out1, out2], [lse1, lse2])
+    >>> bool(np.allclose(out, cf.attention(x, x, x), atol=1e-6))
+    True
     """
     outs, lses = _checked(outs, lses)
     with nullcontext() if isinstance(lses[0], np.ndarray) else lses[0].device:
@@ -69,41 +88,50 @@ def _merged(outs, lses):
 
 def _checked(outs, lses):
     """The parts as lists, all of one shape and type."""
-    outs, lses = list(outs), list(lses)
+    outs, lses = _parts("outs", outs), _parts("lses", lses)
     if not outs or len(outs) != len(lses):
         raise ValueError(f"`outs` has {len(outs)} parts and `lses` has {len(lses)}, expected as "
-                         "many of both, at least one")
+                         f"many of both, at least one: the call is {_CALL}")
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        at = f"[{i}]"
         for name, x, first in (("outs", out, outs[0]), ("lses", lse, lses[0])):
-            _check_kind(f"`{name}`[{i}]", x, outs[0])
+            _check_kind(name, at, x, outs[0])
+            check_dtype(name, x.dtype, DTYPES if name == "outs" else DTYPES[2:], at)
             if x.dtype != first.dtype:
-                raise TypeError(f"`{name}`[{i}] has dtype {x.dtype}, but `{name}`[0] has "
-                                f"{first.dtype}")
+                raise TypeError(f"`{name}`{at} has dtype {x.dtype}, but `{name}`[0] has "
+                                f"{first.dtype}, expected the same: pass "
+                                f"`{name}{at}.astype({name}[0].dtype)`")
             if x.shape != first.shape:
-                raise ValueError(f"`{name}`[{i}] has shape {x.shape}, but `{name}`[0] has "
-                                 f"{first.shape}")
-        if lse.shape != out.shape[:-1]:
-            raise ValueError(f"`lses`[{i}] has shape {lse.shape}, expected {out.shape[:-1]}: "
-                             f"`outs`[{i}] without its last axis")
-        if lse.dtype not in (np.float32, np.float64):
-            raise TypeError(f"`lses`[{i}] has dtype {lse.dtype}, expected float32 or float64")
+                raise ValueError(f"`{name}`{at} has shape {x.shape}, but `{name}`[0] has "
+                                 f"{first.shape}, expected the same, for the parts differ in keys "
+                                 "and not in queries: results for other queries are joined by "
+                                 "`np.concatenate`")
+        if not out.ndim or lse.shape != out.shape[:-1]:
+            raise ValueError(f"`lses`{at} has shape {lse.shape}, expected that of `outs`{at}, "
+                             f"{out.shape}, without the last axis: the call is {_CALL}")
     return outs, lses
 
 
-def _check_kind(name, x, first):
+def _parts(name, parts):
+    """The parts as a list."""
+    try:
+        return list(parts)
+    except TypeError:
+        raise TypeError(f"`{name}` is a {kind_of(parts)}, expected a sequence of arrays: the call "
+                        f"is {_CALL}") from None
+
+
+def _check_kind(name, at, x, first):
     """A NumPy or CuPy array, like the first of all, and on its GPU."""
-    kinds = [_library(array) for array in (x, first)]
-    if kinds[0] not in ("numpy", "cupy"):
-        raise TypeError(f"{name} is a {type(x).__module__}.{type(x).__qualname__}, expected a "
-                        "NumPy or CuPy array")
-    if kinds[0] != kinds[1]:
-        raise TypeError(f"{name} is a {kinds[0]} array, but `outs`[0] is of {kinds[1]}: all must "
-                        "be on the same side")
-    if kinds[0] == "cupy" and x.device.id != first.device.id:
-        raise ValueError(f"{name} is on GPU {x.device.id}, but `outs`[0] is on GPU "
-                         f"{first.device.id}: all must be on the same GPU")
-
-
-def _library(x):
-    """The name of the package that an array belongs to; CuPy is not imported for it."""
-    return "numpy" if isinstance(x, np.ndarray) else type(x).__module__.partition(".")[0]
+    kind, wanted = library(type(x)), library(type(first))
+    if kind is None:
+        raise TypeError(f"{no_array(name, x, at)}, expected a NumPy or CuPy array: "
+                        f"{instead(name + at, x)}")
+    if kind != wanted:
+        step = "cupy.asarray" if kind == "numpy" else "cupy.asnumpy"
+        raise TypeError(f"`{name}`{at} is a {kind} array, but `outs`[0] is of {wanted}, expected "
+                        f"all on the same side: pass `{step}({name}{at})`")
+    if kind == "cupy" and x.device.id != first.device.id:
+        raise ValueError(f"`{name}`{at} is on GPU {x.device.id}, but `outs`[0] is on GPU "
+                         f"{first.device.id}, expected all on the same GPU: pass a copy made under "
+                         f"`with cupy.cuda.Device({first.device.id}):`")

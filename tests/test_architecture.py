@@ -20,8 +20,10 @@ LAYERS = (
     ("backends",),
     ("plan",),
     ("bind",),
-    ("axes",),
-    ("arrays", "problem", "device", "merge", "reference", "_version"),
+    ("merge",),
+    ("checks", "scalars", "axes"),
+    ("intake",),
+    ("arrays", "problem", "device", "dlpack", "words", "reference", "_version"),
 )
 LEVEL = {part: len(LAYERS) - i for i, parts in enumerate(LAYERS) for part in parts}
 # Where the heavy packages may be imported: folders and files of the package.

@@ -8,7 +8,7 @@ import pytest
 from fake_cupy import fake
 
 import cupy_flash as cf
-from cupy_flash import device
+from cupy_flash import device, intake
 
 
 def test_sides_and_devices_are_not_mixed(launches):
@@ -29,6 +29,75 @@ def test_sides_and_devices_are_not_mixed(launches):
     with pytest.raises(ValueError, match=r"GPU 1, but `outs`.0. is on GPU 0"):
         cf.merge([fake(x), fake(x, device=1)], [fake(lse), fake(lse)])
     assert launches == []
+
+
+def test_mixed_sides_are_told_both_ways_out(launches):
+    x = np.zeros((5, 16), np.float32)
+    step = r"pass `cupy.asarray\(k\)` or `cupy.asnumpy\(q\)`$"
+    with pytest.raises(TypeError, match=step):
+        cf.attention(fake(x), x, fake(x))
+    with pytest.raises(ValueError, match=r"pass a copy made under `with cupy.cuda.Device\(0\):`$"):
+        cf.attention(fake(x), fake(x), fake(x, device=1))
+    lse = np.zeros(5, np.float32)
+    with pytest.raises(TypeError, match=r"^`lses`\[0\] .*pass `cupy.asarray\(lses\[0\]\)`$"):
+        cf.merge([fake(x)], [lse])
+    with pytest.raises(TypeError, match=r"^`outs`\[1\] .*pass `cupy.asnumpy\(outs\[1\]\)`$"):
+        cf.merge([x, fake(x)], [lse, lse])
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "q_offset", "window", "causal"])
+def test_numbers_on_a_gpu_are_not_waited_for(launches, monkeypatch, name):
+    """Only there would a call have to wait; `float` and `operator.index` of CuPy would do so."""
+    def wait(*_):
+        raise AssertionError("the GPU was waited for")
+
+    monkeypatch.setattr(cupy.ndarray, "get", wait, raising=False)
+    x = fake(np.zeros((5, 16), np.float32))
+    number = fake(np.float32(1) if name in ("scale", "softcap") else np.int64(1))
+    with pytest.raises(TypeError, match=rf"^`{name}` is .*cupy"):
+        cf.attention(x, x, x, **{name: (number, 0) if name == "window" else number})
+    if name == "scale":
+        with pytest.raises(TypeError, match=r"would have to be waited for.*`float\(scale\)`"):
+            cf.attention(x, x, x, scale=number)
+
+
+def test_a_subclass_of_cupy_with_a_meaning_is_refused(launches):
+    class Plain(cupy.ndarray):
+        """Nothing of its own."""
+
+    class Units(cupy.ndarray):
+        def __array_ufunc__(self, *args, **kwargs):
+            return NotImplemented
+
+    x = fake(np.zeros((5, 16), np.float32))
+    cf.attention(Plain((5, 16), np.float32, memptr=x.data), x, x)
+    assert intake.library(Plain) == "cupy" and intake.library(Units) is None
+    bad = Units((5, 16), np.float32, memptr=x.data)
+    with pytest.raises(TypeError, match=r"^`v` is a .*Units.*: pass `cupy.asarray\(v\)`"):
+        cf.attention(x, x, bad)
+    lse = fake(np.zeros(5, np.float32))
+    with pytest.raises(TypeError, match=r"^`outs`\[0\] is a .*Units"):
+        cf.merge([bad], [lse])
+
+
+def test_explain_tells_what_is_launched(launches):
+    """In both passes, with the words that change the kernels."""
+    q, k, v = (fake(np.zeros((2, 4, n, 64), np.float16)) for n in (300, 500, 500))
+    wide = np.float32
+    for forward, backward, options in (
+            ({}, {}, {}), ({}, {"deterministic": True}, {"causal": True}),
+            ({"out_dtype": wide}, {"grad_dtype": wide}, {}),
+            ({}, {}, {"bias": fake(np.zeros(500, np.float64))}),
+            ({"out": fake(np.zeros((2, 4, 300, 64), np.float16))},
+             {"dk": fake(np.zeros((2, 4, 500, 64), np.float16))}, {"window": (7, 0)})):
+        launches.clear()
+        out, lse = cf.attention(q, k, v, return_lse=True, **forward, **options)
+        cf.attention_backward(out, q, k, v, out, lse, **backward, **options)
+        lines = cf.explain(q, k, v, return_lse=True, **forward, **backward, **options).split("\n")
+        explained = [line.strip().partition(":")[0] for line in lines if " threads, " in line]
+        assert len(explained) == len(launches)
+        for entry, name in zip(explained, launches.names, strict=True):
+            assert name.startswith(f"{entry}_"), (entry, name)
 
 
 def test_arrays_that_a_gpu_cannot_read(launches):

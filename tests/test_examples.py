@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numerics import assert_as_accurate_as_baseline
 
 import cupy_flash as cf
 
@@ -53,6 +54,22 @@ def test_language_model_restores_the_original():
 def test_own_autograd(capsys):
     assert load("own_autograd").main() < 0.1
     assert "differ by at most" in capsys.readouterr().out
+
+
+def test_kernel_density_of_a_cloud_far_from_zero():
+    """In float32 as exact around 1000 as around 0: against itself in float64, on the same data."""
+    log_density = load("kernel_density").log_density
+    rng = np.random.default_rng(0)
+    near, errors = rng.standard_normal((3000, 3), dtype=np.float32), []
+    for shift in (np.float32(0), np.float32(1000)):
+        samples = near + shift
+        got = log_density(samples[:200], samples, 0.5)
+        wide = samples.astype(np.float64)
+        want = log_density(wide[:200], wide, 0.5)
+        errors.append([a - b for a, b in zip(got, want, strict=True)])
+        for name, a, b, error in zip(("value", "gradient"), got, want, errors[0], strict=True):
+            assert a.dtype == np.float32
+            assert_as_accurate_as_baseline(name, a, b, b + error)
 
 
 def test_kernel_density_is_near_the_truth(capsys):
