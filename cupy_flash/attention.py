@@ -1,11 +1,10 @@
 """The public functions: bind the call, make a plan, run it."""
 
 import os
-import sys
 from functools import cache
 from typing import Any, NamedTuple
 
-from . import device
+from . import console, device
 from .bind import Options, bind_backward, bind_forward, describe
 from .plan import make_plan
 
@@ -243,7 +242,7 @@ def explain(q, k, v, **options):
 def _run(direction, problem, arrays, addresses):
     """The results that the caller gave no buffer for, by name."""
     if _PRINTS_PLANS:
-        print(make_plan(direction, problem, device.of(problem.gpu)), file=sys.stderr)
+        console.say(str(make_plan(direction, problem, device.of(problem.gpu))))
     if problem.gpu is None:
         return _backend("cpu").run(direction, problem, arrays)
     return _backend("cuda").run(direction, problem, arrays, addresses)

@@ -21,7 +21,7 @@ LAYERS = (
     ("plan",),
     ("bind",),
     ("axes",),
-    ("arrays", "problem", "device", "merge", "reference", "_version"),
+    ("arrays", "console", "problem", "device", "merge", "reference", "_version"),
 )
 LEVEL = {part: len(LAYERS) - i for i, parts in enumerate(LAYERS) for part in parts}
 # Where the heavy packages may be imported: folders and files of the package.
