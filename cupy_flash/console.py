@@ -45,7 +45,9 @@ def warn_once(message):
     try:
         with above_bar():
             warnings.warn(message, RuntimeWarning, stacklevel=3)
-    except (OSError, ValueError):       # of a standard error that is closed
+    except Warning:         # which is what the caller asked for: `python -W error`
+        raise
+    except Exception:       # of standard error
         pass
 
 

@@ -54,10 +54,10 @@ def _cpu():
     lines = {"processor": _processor(),
              "threads": f"{cpu().threads} used, of {os.cpu_count()} processors"}
     try:
-        from cupy_flash.backends.cpu.cache import cache_folder
+        from cupy_flash.backends.cpu import cache
     except Exception as error:      # whatever keeps Numba from being imported
         return lines | {"kernels": f"cannot be compiled: {error}"}
-    folder = cache_folder()
+    folder = cache.cache_folder()
     lines["kernel cache"] = f"{folder} ({_size(folder)})" if folder else (
         "none, as no home folder is known: set NUMBA_CACHE_DIR or XDG_CACHE_HOME")
     return lines
