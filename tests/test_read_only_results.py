@@ -137,6 +137,6 @@ class Host:
 def test_read_only_cpu_memory_through_dlpack_is_no_buffer():
     frozen = np.zeros_like(X)
     frozen.flags.writeable = False
-    with pytest.raises(ValueError, match="^`out` is read-only"):
+    with pytest.raises(ValueError, match=r"^`out` is read-only"):
         cf.attention(X, X, X, out=Host(frozen))
     assert np.all(cf.attention(Host(frozen), X, X, out=Host(np.ones_like(X))).x == 0)
