@@ -26,6 +26,11 @@ def launches(plan):
         for one, x in zip(units, plan.launches, strict=True))
 
 
+def prepare(number, launch):
+    """Compile the kernel of one launch on the device `number`, unless it is there already."""
+    _make([(number, *unit(launch.entry, launch.config, launch.smem_bytes), launch.smem_bytes)])
+
+
 def _make(units):
     """The kernels of those that nobody has used yet, side by side: NVRTC takes a core for each."""
     new = [one for one in units if one not in _functions]

@@ -61,12 +61,14 @@ class CudaDevice:
         The array module, CuPy.
     name : str
         What the device is called.
+    number : int
+        CUDA's number of it.
     """
 
     def __init__(self, number):
         import cupy
 
-        self.xp = cupy
+        self.xp, self.number = cupy, number
         self._device = cupy.cuda.Device(number)
         self.name = _device_line(cupy, number)
 
