@@ -7,6 +7,13 @@ from functools import cache
 
 OLDEST_GPU = 80     # the first tensor cores with bfloat16, TF32 and float64
 
+_VERSIONED = b"dltensor_versioned"
+# Prototypes of our own: the attributes of `ctypes.pythonapi` belong to everybody.
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi))
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi))
+
 
 @dataclass(frozen=True)
 class Device:
@@ -138,13 +145,9 @@ class _Noting:
 
     def __dlpack__(self, **options):
         capsule = self._x.__dlpack__(**options)
-        name = ctypes.pythonapi.PyCapsule_GetName
-        name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
-        pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        if name(capsule) == b"dltensor_versioned":
-            struct = pointer(capsule, b"dltensor_versioned")
-            self.read_only = bool(ctypes.c_uint64.from_address(struct + 24).value & 1)
+        if _is_valid(capsule, _VERSIONED):
+            flags = ctypes.c_uint64.from_address(_pointer(capsule, _VERSIONED) + 24)
+            self.read_only = bool(flags.value & 1)
         return capsule
 
 

@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
 def examine():
     """Yield a `Finding` for each check, up to the first that keeps the GPU path from working."""
-    for check in (_packages, _importable, _driver, _device, _nvrtc, _cache, _kernel):
+    for check in CHECKS:
         try:
             finding = check()
         except Exception as error:      # a broken installation raises what it likes
@@ -191,3 +191,6 @@ def _arch(cupy):
 def _dotted(version):
     """13000 -> 13.0."""
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+CHECKS = (_packages, _importable, _driver, _device, _nvrtc, _cache, _kernel)
