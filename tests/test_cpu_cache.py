@@ -1,5 +1,6 @@
 """The files in which compiled CPU kernels are kept: damaged ones, and processes that need one."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numba.core.errors import TypingError
 
 from cupy_flash.backends.cpu import cache, jit
 
@@ -40,6 +42,23 @@ def folder(tmp_path, monkeypatch):
 def files(folder):
     """The files of kernels, whatever lies beside them."""
     return [path for path in sorted(folder.iterdir()) if path.suffix != ".lock"]
+
+
+def test_the_first_call_says_that_it_compiles_and_the_next_process_does_not(folder, capsys):
+    call()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "compiling the CPU kernel double for float64" in said
+    assert python("call()", folder).communicate() == ("", "")
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning_and_no_result(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"         # where the folder should be: this stops root as well
+    blocked.write_text("")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(blocked))
+    with pytest.warns(RuntimeWarning, match="cannot write compiled kernels") as warned:
+        call()
+        call(np.float32)
+    assert len(warned) == 1 and "Set NUMBA_CACHE_DIR" in str(warned[0].message)
 
 
 def zeros(path, start, end):
@@ -246,3 +265,16 @@ def test_a_forked_child_does_not_hold_the_lock_on(folder, holder):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert len(cache._held) == 1
     assert not cache._held
+
+
+def test_a_compilation_that_fails_gives_the_lock_back(folder):
+    """As one does that Ctrl-C ends."""
+    def nothing(x):
+        return x.nothing
+
+    for _ in range(2):
+        with pytest.raises(TypingError, match="nothing"):
+            jit.kernel(nothing)(np.ones(3))
+        (lock,) = folder.glob("*.lock")
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,11 @@
 """What `warmup` compiles is what calls need: on pretended GPUs of each architecture, on the CPU."""
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -254,3 +257,25 @@ def test_a_job_that_fails_is_a_fault(monkeypatch, capfd):
     err = capfd.readouterr().err
     assert "a pretended fault" in err
     assert err.endswith("the CPU kernels for float64 forward do not compile\n")
+
+
+def linger(*job):
+    """A job that takes longer than anybody waits."""
+    time.sleep(600)
+
+
+def test_an_interrupt_ends_all_jobs(monkeypatch, capsys):
+    def interrupted(sentinels):
+        assert len(sentinels) == len(multiprocessing.active_children()) == 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(warmup, "_run_quietly", linger)
+    monkeypatch.setattr(warmup, "wait", interrupted)
+    monkeypatch.setattr(devices_of, "cpu", lambda: devices_of.Device("cpu", 2))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["warmup", "--cpu"]) == 130
+    for child in multiprocessing.active_children():
+        child.join(60)
+    assert multiprocessing.active_children() == [] and signal.getsignal(signal.SIGINT) == before
+    assert capsys.readouterr() == ("", "interrupted\n")
