@@ -149,6 +149,8 @@ def _is_read_only(x):
     if isinstance(x, np.ndarray):
         return not x.flags.writeable
     owner = getattr(x.data.mem, "_owner", None)
+    if owner is None:
+        return False
     try:
         return bool(owner.__cuda_array_interface__["data"][1])
     except Exception:       # it has no such interface, or not now: a tensor that wants a gradient

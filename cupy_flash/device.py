@@ -115,12 +115,12 @@ def adopt(name, x):
     if not cupy.is_available():
         raise _no_cupy(name, "finds no CUDA device")
     if hasattr(x, "__dlpack__"):
-        taken = _Noting(x)
+        reader = _FlagReader(x)
         try:
-            array = cupy.from_dlpack(taken)
+            array = cupy.from_dlpack(reader)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             raise TypeError(f"`{name}` cannot be taken in through DLPack: {error}") from error
-        return _protected(array) if taken.read_only or _says_read_only(x) else array
+        return _read_only_view(array) if reader.read_only or _says_read_only(x) else array
     kind = x.__cuda_array_interface__["typestr"]
     if kind[1:] == "V2":
         raise TypeError(
@@ -130,7 +130,7 @@ def adopt(name, x):
     return cupy.asarray(x)      # which keeps x, and so what x says about its memory
 
 
-class _Noting:
+class _FlagReader:
     """An object with DLPack, and whether it says that its memory is not to be written to.
 
     CuPy reads over that flag, which lies in the versioned struct behind version, context and
@@ -169,7 +169,7 @@ class _ReadOnly:
         self.array = array
 
 
-def _protected(x):
+def _read_only_view(x):
     """The CuPy array `x` again, with an owner that says that it is read-only."""
     import cupy
     from cupy.cuda import MemoryPointer, UnownedMemory

@@ -241,7 +241,7 @@ def test_the_lock_of_a_killed_process_is_free(folder, holder, monkeypatch, capsy
 
 
 def test_a_stopped_process_is_not_waited_for_for_ever(folder, holder, monkeypatch, capsys):
-    monkeypatch.setattr(cache, "_PATIENCE", 0.2)
+    monkeypatch.setattr(cache, "_TIMEOUT", 0.2)
     capsys.readouterr()
     call()
     assert "compiling" in capsys.readouterr().err

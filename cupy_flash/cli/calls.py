@@ -58,21 +58,22 @@ def _problems(number, dtype, d, d_v, options, backward):
             (heads_q, Nq, d), (heads_k, Nk, d), (heads_k, Nk, d_v), (heads_q, Nq, d_v)))
         lse = _array((batch, heads_q, Nq), wide)
         results = (None, wide) if "out_dtype" in options and dtype != wide else (None,)
-        for chosen, result in product(_spelled(options, dtype, (batch, heads_q, Nq, Nk)), results):
+        option_sets = _option_sets(options, dtype, (batch, heads_q, Nq, Nk))
+        for chosen, result in product(option_sets, results):
             bound, *_ = bind_forward(q, k, v, chosen, None, result)
             yield replace(bound, gpu=number), "forward"
-            for order in _orders(options) if backward else ():
+            for order in _deterministic(options) if backward else ():
                 bound, *_ = bind_backward(out, q, k, v, out, lse, chosen, grad_dtype=result,
                                           deterministic=order)
                 yield replace(bound, gpu=number), "backward"
 
 
-def _orders(options):
+def _deterministic(options):
     """The values of `deterministic`."""
     return (False, True) if "deterministic" in options else (False,)
 
 
-def _spelled(options, dtype, scores):
+def _option_sets(options, dtype, scores):
     """The `Options` of calls with scores of this shape: one feature at a time, causal or not."""
     features = [{}]
     if "mask" in options:

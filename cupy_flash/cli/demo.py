@@ -1,11 +1,11 @@
 """``python -m cupy_flash demo``: recognise handwritten digits by attention alone."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 
 import cupy_flash as cf
+from cupy_flash import console
 from cupy_flash.cli import devices, digits
 from cupy_flash.cli.progress import Progress
 from cupy_flash.device import cpu
@@ -38,21 +38,21 @@ def add_arguments(parser):
 def run(arguments) -> int:
     """Run the demo; return 0, 1 if the picture cannot be saved, 2 if it cannot begin at all."""
     if not (0 <= arguments.shift <= 3 and arguments.steps >= 0):
-        print("--shift must be 0 to 3, and --steps at least 0", file=sys.stderr)
+        console.say("--shift must be 0 to 3, and --steps at least 0")
         return 2
     try:
         from sklearn.datasets import load_digits
 
         from cupy_flash.cli import picture
     except ImportError as error:
-        print(f"The demo needs scikit-learn for its data and matplotlib for its picture, and "
-              f"{error.name} is not installed.\nInstall both with:  "
-              f'pip install "cupy-flash[examples]"', file=sys.stderr)
+        console.say("The demo needs scikit-learn for its data and matplotlib for its picture, and "
+                    f"{error.name} is not installed.\nInstall both with:  "
+                    'pip install "cupy-flash[examples]"')
         return 2
     path = Path(arguments.picture)
     fault = picture.fault_of(path)
     if fault is not None:
-        print(f"--picture: {fault}", file=sys.stderr)
+        console.say(f"--picture: {fault}")
         return 2
     device, remark = _choose_device(arguments.cpu)
     data = split(*load_digits(return_X_y=True))
@@ -65,7 +65,7 @@ def run(arguments) -> int:
     try:
         _save_picture(picture, device, data, h, path.absolute())
     except OSError as error:
-        print(f"--picture: {path} cannot be written: {error.strerror}", file=sys.stderr)
+        console.say(f"--picture: {path} cannot be written: {error.strerror}")
         return 1
     return 0
 

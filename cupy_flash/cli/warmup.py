@@ -4,7 +4,6 @@ import argparse
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,7 +13,7 @@ from multiprocessing.connection import wait
 import numpy as np
 
 import cupy_flash as cf
-from cupy_flash import device
+from cupy_flash import console, device
 from cupy_flash.cli import calls, devices
 from cupy_flash.cli.progress import Progress
 
@@ -46,7 +45,7 @@ def run(arguments) -> int:
     try:
         dtypes = [_dtype(name) for name in names]
     except ImportError:
-        print('bfloat16 needs ml_dtypes: pip install "cupy-flash[bf16]"', file=sys.stderr)
+        console.say('bfloat16 needs ml_dtypes: pip install "cupy-flash[bf16]"')
         return 2
     faults = _warm_cpu(dtypes, not arguments.forward)
     gpus, reason = ([], None) if arguments.cpu else devices.cuda_devices()
@@ -54,7 +53,8 @@ def run(arguments) -> int:
         print(f"no GPU: {reason}")
     for gpu in gpus:
         faults += _warm_gpu(gpu, dtypes, arguments)
-    print(*faults, sep="\n", end="\n" if faults else "", file=sys.stderr)
+    for fault in faults:
+        console.say(fault)
     return 1 if faults else 0
 
 

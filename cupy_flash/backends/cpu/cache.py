@@ -31,10 +31,10 @@ except ImportError:         # Windows: processes do not wait for each other ther
 SOURCES = Path(__file__).parent
 SIZES = SOURCES.parents[1] / "plan" / "cpu.py"      # of what planner and kernels must agree on
 
-# A process that compiles is waited for, but not for ever: it may have been stopped (Ctrl-Z).
+# Seconds to wait for a process that compiles: it may have been stopped (Ctrl-Z) for good.
 # Ten times what the largest kernel takes on a slow machine.
-_PATIENCE = 600.0
-_PAUSE = 0.05
+_TIMEOUT = 600.0
+_POLL = 0.05
 _DIGEST = hashlib.sha256
 
 _mutex = threading.RLock()      # threads of this process that want to compile
@@ -73,14 +73,14 @@ class KernelCache(caching.NullCache):
         self._name = name
 
     @contextmanager
-    def turn(self, signature, context):
+    def exclusive(self, signature, context):
         """A context in which this thread may compile: no other does, here or elsewhere."""
         with _mutex:
             path = self._path(signature, context)
             if path is None or _content(path) is not None:
                 yield
             else:
-                with _locked(path, _title(self._name, signature)):
+                with _locked(path, _description(self._name, signature)):
                     yield
 
     def load_overload(self, sig, target_context):
@@ -96,7 +96,8 @@ class KernelCache(caching.NullCache):
             damaged = True
         if damaged:
             _discard(path)
-        say(f"cupy_flash: compiling {_title(self._name, sig)} (some seconds, once per machine)")
+        say(f"cupy_flash: compiling {_description(self._name, sig)} (some seconds, once per "
+            "machine)")
         return None
 
     def save_overload(self, sig, data):
@@ -126,7 +127,7 @@ class KernelCache(caching.NullCache):
         return folder / f"{self._name}-{_DIGEST(repr(key).encode()).hexdigest()[:32]}.kernel"
 
 
-def _title(name, signature):
+def _description(name, signature):
     """What is compiled, in words."""
     bits = next((t.dtype.bitwidth for t in signature
                  if getattr(t, "dtype", None) in numba.types.real_domain), "")
@@ -168,12 +169,12 @@ def _write(path, data):
 
 
 @contextmanager
-def _locked(path, title):
+def _locked(path, description):
     """Hold the lock of a kernel's file, until it is there; where there are no locks, nothing."""
     descriptor = _open_lock(path.with_suffix(".lock"))
     try:
         if descriptor is not None:
-            _wait(descriptor, path, title)
+            _wait(descriptor, path, description)
         yield
     finally:
         if descriptor is not None:
@@ -199,9 +200,9 @@ def _open_lock(path):
     return None
 
 
-def _wait(descriptor, path, title):
-    """Until the lock is ours, the file is there, or patience ends."""
-    end, said = time.monotonic() + _PATIENCE, False
+def _wait(descriptor, path, description):
+    """Wait until the lock is ours, the file is there, or it takes too long."""
+    end, said = time.monotonic() + _TIMEOUT, False
     while time.monotonic() < end:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -211,9 +212,9 @@ def _wait(descriptor, path, title):
         except OSError:         # a file system without locks
             return
         if not said:
-            say(f"cupy_flash: waiting for another process, which compiles {title}")
+            say(f"cupy_flash: waiting for another process, which compiles {description}")
             said = True
-        time.sleep(_PAUSE)
+        time.sleep(_POLL)
         if _content(path) is not None:
             return
 

@@ -32,11 +32,11 @@ def kernel(py_func):
     compile_now = dispatcher.compile
 
     @functools.wraps(compile_now)
-    def compile_in_turn(sig):
-        with cache.turn(sig, dispatcher.targetctx):
+    def compile_once(sig):
+        with cache.exclusive(sig, dispatcher.targetctx):
             return compile_now(sig)
 
-    dispatcher.compile = compile_in_turn
+    dispatcher.compile = compile_once
     return dispatcher
 
 
