@@ -31,8 +31,8 @@ except ImportError:         # Windows: processes do not wait for each other ther
 SOURCES = Path(__file__).parent
 SIZES = SOURCES.parents[1] / "plan" / "cpu.py"      # of what planner and kernels must agree on
 
-# Seconds to wait for a process that compiles: it may have been stopped (Ctrl-Z) for good.
-# Ten times what the largest kernel takes on a slow machine.
+# Seconds to wait for a process that compiles, which may have been stopped (Ctrl-Z) for good. All
+# kernels for a type take half a minute, on a busy machine some minutes.
 _TIMEOUT = 600.0
 _POLL = 0.05
 _DIGEST = hashlib.sha256
