@@ -86,10 +86,14 @@ def on_device_of(x):
 
 def check_buffer(name, x, others):
     """A result buffer: writable, every element once, apart from the arrays in `others`."""
+    read_only = _is_read_only(x)
     x = _addresses(x)
-    if not (x.flags.writeable and x.flags.aligned):
-        raise ValueError(f"`{name}` is read-only or not aligned, expected a writable, aligned "
-                         "array")
+    if read_only:
+        raise ValueError(f"`{name}` is read-only, expected memory that may be written to (memory "
+                         "that comes through DLPack counts as read-only unless its library says "
+                         "otherwise)")
+    if not x.flags.aligned:
+        raise ValueError(f"`{name}` is not aligned, expected elements at multiples of their size")
     if _overlaps_itself(x):
         raise ValueError(f"`{name}` has strides {x.strides} for shape {x.shape}: elements overlap, "
                          "expected each to have memory of its own")
@@ -97,6 +101,19 @@ def check_buffer(name, x, others):
         if _overlap(x, _addresses(other)):
             raise ValueError(f"`{name}` overlaps `{other_name}` in memory, expected a buffer of "
                              "its own")
+
+
+def _is_read_only(x):
+    """Whether an array may not be written to; CuPy does not ask, but keeps whom it could ask."""
+    if isinstance(x, np.ndarray):
+        return not x.flags.writeable
+    owner = getattr(x.data.mem, "_owner", None)
+    if owner is None:
+        return False
+    try:
+        return bool(owner.__cuda_array_interface__["data"][1])
+    except Exception:       # it has no such interface, or not now: a tensor that wants a gradient
+        return False
 
 
 class _Addresses:

@@ -5,11 +5,10 @@ write instead; see `words`.
 """
 
 import os
-import sys
 from functools import cache
 from typing import Any, NamedTuple
 
-from . import device
+from . import console, device
 from .bind import Options, bind_backward, bind_forward, check_pullback, describe_both
 from .plan import make_plan
 from .scalars import check_flag
@@ -365,7 +364,7 @@ def _refusal(function, unnamed, given):
 def _run(direction, problem, arrays, addresses):
     """The results that the caller gave no buffer for, by name."""
     if _PRINTS_PLANS:
-        print(make_plan(direction, problem, device.of(problem.gpu)), file=sys.stderr)
+        console.say(str(make_plan(direction, problem, device.of(problem.gpu))))
     if problem.gpu is None:
         return _backend("cpu").run(direction, problem, arrays)
     return _backend("cuda").run(direction, problem, arrays, addresses)

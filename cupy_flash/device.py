@@ -1,10 +1,18 @@
 """Where a problem runs: the facts about a device that a plan depends on, and the way there."""
 
+import ctypes
 import os
 from dataclasses import dataclass
 from functools import cache
 
 OLDEST_GPU = 80     # the first tensor cores with bfloat16, TF32 and float64
+
+_VERSIONED = b"dltensor_versioned"
+# Prototypes of our own: the attributes of `ctypes.pythonapi` belong to everybody.
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi))
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi))
 
 
 @dataclass(frozen=True)
@@ -102,20 +110,73 @@ def adopt(name, x):
         import cupy
     except ImportError:
         raise _no_cupy(name, "is not installed") from None
+    except OSError as error:
+        raise _no_cupy(name, f"cannot be imported ({error})") from error
     if not cupy.is_available():
         raise _no_cupy(name, "finds no CUDA device")
     if hasattr(x, "__dlpack__"):
+        reader = _FlagReader(x)
         try:
-            return cupy.from_dlpack(x)
+            array = cupy.from_dlpack(reader)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             raise TypeError(f"`{name}` cannot be taken in through DLPack: {error}") from error
+        return _read_only_view(array) if reader.read_only or _says_read_only(x) else array
     kind = x.__cuda_array_interface__["typestr"]
     if kind[1:] == "V2":
         raise TypeError(
             f"`{name}` comes through __cuda_array_interface__ with elements '{kind}': that "
             "interface has no word for bfloat16, so what these two bytes mean is unknown; pass a "
             "CuPy array, or an object with DLPack")
-    return cupy.asarray(x)
+    return cupy.asarray(x)      # which keeps x, and so what x says about its memory
+
+
+class _FlagReader:
+    """An object with DLPack, and whether it says that its memory is not to be written to.
+
+    CuPy reads over that flag, which lies in the versioned struct behind version, context and
+    deleter, 8 bytes each.
+    """
+
+    def __init__(self, x):
+        self._x, self.read_only = x, False
+
+    def __dlpack_device__(self):
+        return self._x.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        capsule = self._x.__dlpack__(**options)
+        if _is_valid(capsule, _VERSIONED):
+            flags = ctypes.c_uint64.from_address(_pointer(capsule, _VERSIONED) + 24)
+            self.read_only = bool(flags.value & 1)
+        return capsule
+
+
+def _says_read_only(x):
+    """Whether an object with DLPack has another interface as well, which says so there."""
+    try:
+        return bool(x.__cuda_array_interface__["data"][1])
+    except Exception:       # some objects have it and raise what they like
+        return False
+
+
+class _ReadOnly:
+    """The owner of memory that is not to be written to, as `arrays.check_buffer` asks for it."""
+
+    def __init__(self, array):
+        self.__cuda_array_interface__ = {
+            "version": 3, "shape": array.shape, "typestr": array.dtype.str,
+            "strides": array.strides, "data": (array.data.ptr, True)}
+        self.array = array
+
+
+def _read_only_view(x):
+    """The CuPy array `x` again, with an owner that says that it is read-only."""
+    import cupy
+    from cupy.cuda import MemoryPointer, UnownedMemory
+
+    start = x.data.mem.ptr
+    memory = UnownedMemory(start, x.data.mem.size, _ReadOnly(x), x.data.device_id)
+    return cupy.ndarray(x.shape, x.dtype, MemoryPointer(memory, x.data.ptr - start), x.strides)
 
 
 def _no_cupy(name, reason):

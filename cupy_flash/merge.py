@@ -60,7 +60,9 @@ def merge(outs, lses):
     True
     """
     outs, lses = _checked(outs, lses)
-    with nullcontext() if isinstance(lses[0], np.ndarray) else lses[0].device:
+    # That a weight becomes 0 is no error, however strict the caller's np.errstate is.
+    with (nullcontext() if isinstance(lses[0], np.ndarray) else lses[0].device,
+          np.errstate(under="ignore", divide="ignore")):
         return _merged(outs, lses)
 
 
@@ -76,12 +78,12 @@ def _merged(outs, lses):
     l = np.zeros_like(m)
     total = np.zeros_like(outs[0], dtype=accumulator)
     for out, lse in zip(outs, lses, strict=True):
-        weight = np.exp(lse - m_ref)
+        with np.errstate(over="ignore"):        # of a difference, to -inf
+            weight = np.exp(lse - m_ref)
         l += weight
         seen = np.where(np.isneginf(lse)[..., None], zero, out.astype(accumulator, copy=False))
         total += weight[..., None] * seen
-    with np.errstate(divide="ignore"):
-        lse = m_ref + np.log(l)
+    lse = m_ref + np.log(l)
     total /= np.where(l == 0, accumulator.type(1), l)[..., None]
     return total.astype(outs[0].dtype, copy=False), lse
 

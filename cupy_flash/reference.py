@@ -53,9 +53,9 @@ def baseline_backward(dout, q, k, v, *, dlse=None, precision=None, out_dtype=Non
     """
     rounded = _rounding(q.dtype, precision)
     f = _forward(q, k, v, _accumulator(q.dtype), rounded, **options)
-    if out_dtype is not None:
-        f = f._replace(out=f.out.astype(out_dtype).astype(f.out.dtype))
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
+        if out_dtype is not None:
+            f = f._replace(out=f.out.astype(out_dtype).astype(f.out.dtype))
         P = np.where(np.isneginf(f.S), 0, np.exp(f.S - f.lse[..., None]))
     return _backward(f, P, dout, dlse, q, k, v, options.get("bias"), rounded)
 
@@ -105,7 +105,7 @@ def _forward(q, k, v, dtype, rounded, *, scale=None, causal=False, q_offset=None
     q = np.where(visible.any(3)[..., None], q, 0)
     k, v = (np.where(visible.any(2)[..., None], x, 0) for x in (k, v))
 
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+    with np.errstate(all="ignore"):
         S = scale * (rounded(q) @ rounded(k).swapaxes(2, 3))
         cap_slope = 1.0
         if softcap:
@@ -137,7 +137,7 @@ def _backward(f, P, dout, dlse, q, k, v, bias, rounded):
     def hidden_zero(x):
         return np.where(f.visible, x, 0)
 
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
         dP = hidden_zero(rounded(dout) @ rounded(f.v).swapaxes(2, 3))
         delta = (rounded(dout) * f.out).sum(axis=3, keepdims=True)
         dA = hidden_zero(P * (dP - delta + dlse))

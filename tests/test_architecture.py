@@ -23,7 +23,7 @@ LAYERS = (
     ("merge",),
     ("checks", "scalars", "axes"),
     ("intake",),
-    ("arrays", "problem", "device", "dlpack", "words", "reference", "_version"),
+    ("arrays", "console", "problem", "device", "dlpack", "words", "reference", "_version"),
 )
 LEVEL = {part: len(LAYERS) - i for i, parts in enumerate(LAYERS) for part in parts}
 # Where the heavy packages may be imported: folders and files of the package.

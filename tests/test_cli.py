@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import cupy_flash as cf
+from cupy_flash import console
 from cupy_flash.backends.cuda import probe
 from cupy_flash.cli import COMMANDS, devices, main, selftest
 from cupy_flash.cli.progress import Progress
@@ -67,8 +69,23 @@ def test_help_names_every_command(capsys):
         assert (ROOT / "cupy_flash" / "cli" / f"{name}.py").is_file()
 
 
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["info", "--dance"], ["warmup", "int8"]],
-                         ids=" ".join)
+def test_without_a_command_it_says_what_there_is(capsys):
+    assert main([]) == 0
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    first, second = capsys.readouterr().out.split("usage:")[1:]
+    assert first == second
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"cupy_flash {cf.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["dance"], ["info", "--dance"], ["warmup", "int8"],
+                                       ["warmup", "--options", "dropout"]], ids=" ".join)
 def test_what_is_unknown_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
@@ -181,25 +198,6 @@ def test_a_gpu_that_is_not_supported_is_left_out(monkeypatch):
     assert devices.cuda_devices() == ([gpu], None)
 
 
-def test_warmup_compiles_every_kernel():
-    code = ("from cupy_flash.cli import main\nmain(['warmup', 'float32', '--cpu'])\n"
-            "from cupy_flash.backends.cpu import KERNELS\n"
-            "print(*(name for name, kernel in KERNELS.items() if not kernel.signatures))")
-    # Kernels that share work among threads run only where there are some.
-    environment = {**os.environ, "NUMBA_NUM_THREADS": "2"}
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True,
-                            capture_output=True)
-    assert result.returncode == 0, result.stderr
-    ready, unused = result.stdout.splitlines()
-    assert ready.startswith("float32: ready after ") and unused == ""
-
-
-def test_warmup_without_ml_dtypes(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    assert main(["warmup", "bfloat16"]) == 2
-    assert "cupy-flash[bf16]" in capsys.readouterr().err
-
-
 class Terminal(io.StringIO):
     """A stream that calls itself a terminal."""
 
@@ -230,3 +228,81 @@ def test_progress_draws_and_wipes_a_bar():
         progress.step()
         assert terminal.getvalue().endswith("work [###############...............] 2/4")
     assert terminal.getvalue().endswith("\r\033[K")
+
+
+def test_progress_appears_while_the_first_step_takes_its_time():
+    terminal = Terminal()
+    with Progress(5, "work", stream=terminal, delay=0.01):
+        for _ in range(1000):
+            if terminal.getvalue():
+                break
+            time.sleep(0.01)
+        assert terminal.getvalue().endswith("work [..............................] 0/5")
+    assert terminal.getvalue().endswith("\r\033[K")
+
+
+def test_notices_do_not_tear_the_bar(monkeypatch):
+    """Each is a line of its own above the bar, which is drawn again."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress(2, "work", delay=0) as progress:
+        progress.step()
+        bar = "\r\033[Kwork [###############...............] 1/2"
+        console.say("a notice")
+        assert terminal.getvalue().endswith(f"{bar}\r\033[Ka notice\n{bar}")
+        progress.step()
+    console.say("another")
+    assert terminal.getvalue().endswith("2/2\r\033[Kanother\n")
+
+
+def test_results_are_printed_above_the_bar(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with Progress(2, "work", stream=terminal, delay=0) as progress:
+        progress.step()
+        bar = "\r\033[Kwork [###############...............] 1/2"
+        progress.print("a result")
+        assert terminal.getvalue().endswith(f"{bar}\r\033[Ka result\n{bar}")
+
+
+@pytest.mark.parametrize("stream", [None, SimpleNamespace(), open(os.devnull)],  # noqa: SIM115
+                         ids=["none", "without isatty", "no terminal"])
+def test_progress_needs_no_terminal(stream, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress(1, "work", delay=0) as progress:
+        progress.step()
+
+
+@pytest.mark.parametrize("name, what", [
+    ("picture.bmp2", "does not end in one of .avif, "), ("picture", "does not end in one of "),
+    ("no such folder/picture.png", "there is no folder "), ("folder.png", "cannot be written"),
+])
+def test_a_picture_that_cannot_be_saved_is_refused_at_once(name, what, tmp_path, monkeypatch,
+                                                           capsys):
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr(cf, "attention", None)      # nothing is computed
+    assert main(["demo", "--picture", str(tmp_path / name)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("--picture: ") and what.partition(".avif")[0] in err
+    assert len(err.splitlines()) == 1 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_interrupt_ends_a_command_with_one_line(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(selftest, "cases", interrupted)
+    assert main(["selftest"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
+@pytest.mark.parametrize("arguments, status", [(["info"], 141), (["--help"], 0)],
+                         ids=["info", "help"])      # argparse drops what it cannot print
+def test_output_that_nobody_reads_on(arguments, status):
+    """As with `python -m cupy_flash info | head -1`: no traceback, and the status of the signal."""
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run([sys.executable, "-m", "cupy_flash", *arguments], cwd=ROOT, text=True,
+                             stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (process.returncode, process.stderr) == (status, "")

@@ -170,7 +170,7 @@ def test_arrays_of_other_libraries(launches, monkeypatch):
         cf.attention(fake(x), Foreign(x, "<V2"), fake(x))
     with pytest.raises(TypeError, match="`v` cannot be taken in through DLPack: not today"):
         cf.attention(fake(x), fake(x), ForeignDlpack(x))
-    monkeypatch.setattr(cupy, "from_dlpack", lambda foreign: fake(foreign.x))
+    monkeypatch.setattr(cupy, "from_dlpack", lambda foreign: fake(x))
     cf.attention(fake(x), fake(x), ForeignDlpack(x))
     assert launches[-1][3]["v"]["address"] == x.ctypes.data
     with pytest.raises(TypeError, match="`q` is on a GPU, but `k` is in CPU memory"):

@@ -51,7 +51,7 @@ def modules(monkeypatch):
     monkeypatch.setattr(Module, "made", ())
     monkeypatch.setattr(Module, "failure", None)
     monkeypatch.setattr(compiled, "_functions", {})
-    compiled._warn_once.cache_clear()
+    compiled.warn_once.cache_clear()
     return Module
 
 

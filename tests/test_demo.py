@@ -107,7 +107,7 @@ def test_largest_weights_are_those_of_the_softmax(data):
 
 def test_demo_as_a_whole(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    path = tmp_path / "new folder" / "digits.png"
+    path = tmp_path / "digits.png"
     assert main(["demo", "--picture", str(path), "--steps", "8", "--shift", "1"]) == 0
     text = capsys.readouterr().out
     accuracies = re.findall(r"^   (cupy_flash|plain NumPy) +(\d+\.\d) %", text, re.MULTILINE)

@@ -6,7 +6,12 @@ which returns the exit status. A command's module is imported only when the comm
 
 import argparse
 import importlib
+import os
 import sys
+from contextlib import suppress
+
+from cupy_flash import console
+from cupy_flash._version import __version__
 
 COMMANDS = {
     "demo": "recognise handwritten digits by attention, beside plain NumPy (needs [examples])",
@@ -20,6 +25,8 @@ COMMANDS = {
 def main(argv=None) -> int:
     """Run one command.
 
+    Without a command it prints what there is.
+
     Parameters
     ----------
     argv : list of str, optional
@@ -28,20 +35,47 @@ def main(argv=None) -> int:
     Returns
     -------
     int
-        The exit status: 0 when all went well.
+        The exit status: 0 when all went well, 130 after Ctrl-C, 141 when nobody reads on.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else list(argv))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        console.say("interrupted")
+        return 130                      # as shells say it: 128 + SIGINT
+    except BrokenPipeError:             # whoever reads has read enough, as `head` does
+        _drop_output()
+        return 141                      # 128 + SIGPIPE
+
+
+def _run(argv):
+    """Run one command; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m cupy_flash",
         description="Exact attention for NumPy and CuPy arrays.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    parser.add_argument("--version", action="version", version=f"cupy_flash {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name in argv:
             _module(name).add_arguments(command)
     arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     return _module(arguments.command).run(arguments)
+
+
+def _drop_output():
+    """Let what is still buffered go nowhere, or Python complains of it when it ends."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _module(name):

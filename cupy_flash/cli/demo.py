@@ -1,11 +1,11 @@
 """``python -m cupy_flash demo``: recognise handwritten digits by attention alone."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 
 import cupy_flash as cf
+from cupy_flash import console
 from cupy_flash.cli import devices, digits
 from cupy_flash.cli.progress import Progress
 from cupy_flash.device import cpu
@@ -36,18 +36,23 @@ def add_arguments(parser):
 
 
 def run(arguments) -> int:
-    """Run the demo; return 0, or 2 when an optional package is missing."""
+    """Run the demo; return 0, 1 if the picture cannot be saved, 2 if it cannot begin at all."""
     if not (0 <= arguments.shift <= 3 and arguments.steps >= 0):
-        print("--shift must be 0 to 3, and --steps at least 0", file=sys.stderr)
+        console.say("--shift must be 0 to 3, and --steps at least 0")
         return 2
     try:
         from sklearn.datasets import load_digits
 
         from cupy_flash.cli import picture
     except ImportError as error:
-        print(f"The demo needs scikit-learn for its data and matplotlib for its picture, and "
-              f"{error.name} is not installed.\nInstall both with:  "
-              f'pip install "cupy-flash[examples]"', file=sys.stderr)
+        console.say("The demo needs scikit-learn for its data and matplotlib for its picture, and "
+                    f"{error.name} is not installed.\nInstall both with:  "
+                    'pip install "cupy-flash[examples]"')
+        return 2
+    path = Path(arguments.picture)
+    fault = picture.fault_of(path)
+    if fault is not None:
+        console.say(f"--picture: {fault}")
         return 2
     device, remark = _choose_device(arguments.cpu)
     data = split(*load_digits(return_X_y=True))
@@ -57,7 +62,11 @@ def run(arguments) -> int:
     h = _fit(device, data, arguments.steps)
     _test(device, data, h)
     _test_large(device, data, h, arguments.shift)
-    _save_picture(picture, device, data, h, arguments.picture)
+    try:
+        _save_picture(picture, device, data, h, path.absolute())
+    except OSError as error:
+        console.say(f"--picture: {path} cannot be written: {error.strerror}")
+        return 1
     return 0
 
 
@@ -161,14 +170,18 @@ def _compare(device, arrays, h, accuracy):
         "cupy_flash": lambda: digits.regression(q, k, v, h),
         plain: lambda: digits.plain_regression(device.xp, q, k, v, h),
     }
-    print(f"   {'':12}   accuracy        time   extra memory")
+    print(f"   {'':12}   accuracy        time   extra memory", flush=True)
     results, times = {}, {}
-    for name, way in ways.items():
-        results[name] = device.asnumpy(way())
-        times[name] = _seconds(device, way)
-        right, memory = accuracy(results[name]), device.peak_bytes(way)
-        print(f"   {name:12}   {100 * right:6.1f} %   {_time(times[name]):>9}   "
-              f"{memory / 2**20:9.1f} MiB", flush=True)
+    with Progress(3 * len(ways), "measuring") as progress:
+        for name, way in ways.items():
+            results[name] = device.asnumpy(way())
+            progress.step()
+            times[name] = _seconds(device, way)
+            progress.step()
+            right, memory = accuracy(results[name]), device.peak_bytes(way)
+            progress.print(f"   {name:12}   {100 * right:6.1f} %   {_time(times[name]):>9}   "
+                           f"{memory / 2**20:9.1f} MiB")
+            progress.step()
     difference = np.max(np.abs(results["cupy_flash"] - results[plain]))
     ratio = times[plain] / times["cupy_flash"]
     faster, slower, factor = ("cupy_flash", plain, ratio) if ratio >= 1 else (
@@ -210,8 +223,6 @@ def _save_picture(picture, device, data, h, path):
         title = f"is a {labels[i]}\nread as {p[i].argmax()} ({100 * p[i].max():.0f} %)"
         best = picture.largest_weights(q[i], k, v, known, lse[i], h)
         rows.append({"image": images[i], "title": title, **best})
-    path = Path(path).resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
     picture.draw(path, rows)
     print("4. The picture shows six test images, three of them the least certain ones, each with "
           "the\n   known images that it attended to most. Saved as\n"

@@ -7,6 +7,7 @@ import numpy as np
 
 import cupy_flash as cf
 from cupy_flash.backends.cuda import probe
+from cupy_flash.cli.progress import Progress
 
 
 class CpuDevice:
@@ -60,15 +61,17 @@ def cuda_devices():
     missing = probe.cuda().missing
     if missing is not None:
         return [], missing
-    usable, reason = [], None
-    for device in probe.cuda_devices():
-        x = device.asarray(np.zeros((1, 1), np.float32))
-        try:
-            cf.attention(x, x, x)
-        except (NotImplementedError, RuntimeError) as error:
-            reason = f"{device.name}: {error}"
-        else:
-            usable.append(device)
+    usable, reason, found = [], None, probe.cuda_devices()
+    with Progress(len(found), "trying the GPUs") as progress:
+        for device in found:
+            x = device.asarray(np.zeros((1, 1), np.float32))
+            try:
+                cf.attention(x, x, x)
+            except (NotImplementedError, RuntimeError) as error:
+                reason = f"{device.name}: {error}"
+            else:
+                usable.append(device)
+            progress.step()
     return usable, reason
 
 

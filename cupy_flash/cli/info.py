@@ -51,12 +51,16 @@ def _versions():
 
 def _cpu():
     """Processor, threads and the cache of compiled kernels."""
-    from cupy_flash.backends.cpu import jit
-
-    cache = jit.cache_folder()
-    return {"processor": _processor(),
-            "threads": f"{cpu().threads} used, of {os.cpu_count()} processors",
-            "kernel cache": f"{cache} ({_size(cache)})"}
+    lines = {"processor": _processor(),
+             "threads": f"{cpu().threads} used, of {os.cpu_count()} processors"}
+    try:
+        from cupy_flash.backends.cpu import cache
+    except Exception as error:      # whatever keeps Numba from being imported
+        return lines | {"kernels": f"cannot be compiled: {error}"}
+    folder = cache.cache_folder()
+    lines["kernel cache"] = f"{folder} ({_size(folder)})" if folder else (
+        "none, as no home folder is known: set NUMBA_CACHE_DIR or XDG_CACHE_HOME")
+    return lines
 
 
 def _cuda():

@@ -1,5 +1,7 @@
 """The demo's picture: test digits and the training images that they attended to most."""
 
+import os
+
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -7,6 +9,19 @@ from matplotlib.figure import Figure
 from cupy_flash.cli.digits import SIDE
 
 SHOWN_KEYS = 8
+
+
+def fault_of(path):
+    """Why no picture can be saved as `path`, in words; None if one can."""
+    endings = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if path.suffix[1:].lower() not in endings:
+        return f"{path} does not end in one of .{', .'.join(endings)}"
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        return f"there is no folder {folder}: make it first"
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        return f"{path} cannot be written"
+    return None
 
 
 def draw(path, rows):

@@ -1,18 +1,17 @@
-"""How the CPU kernels are compiled: two decorators and a cache that sees every source file."""
+"""How the CPU kernels are compiled: three decorators and two intrinsics."""
 
 import functools
-import hashlib
-import os
-import sys
-import warnings
-from pathlib import Path
 
-from numba import njit, types
-from numba.core import caching
+from numba import config, njit, types
 from numba.extending import intrinsic
 
-SOURCES = Path(__file__).parent
-SIZES = SOURCES.parents[1] / "plan" / "cpu.py"      # of what planner and kernels must agree on
+from .cache import KernelCache
+
+if config.DISABLE_JIT:
+    raise RuntimeError(
+        "NUMBA_DISABLE_JIT is set, which switches Numba's compiler off, and the CPU kernels are "
+        "made by it: unset NUMBA_DISABLE_JIT, or set it to 0, before Python starts (plain NumPy "
+        "code to step through is in cupy_flash.reference)")
 
 # `contract` allows fused multiply-adds. Every other fastmath flag is off: `ninf` and `nnan` break
 # the -inf guard of the softmax, `reassoc` lets LLVM delete the rounding trick of `exp`.
@@ -26,103 +25,19 @@ tile_function = njit(**_FLAGS, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 inlined = njit(**_FLAGS, inline="always", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-@functools.cache
-def source_digest():
-    """Digest of all files that the kernels are made of, 16 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for path in (*sorted(SOURCES.glob("*.py")), SIZES):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def cache_folder():
-    """Where compiled kernels are kept: `$NUMBA_CACHE_DIR` or the user's cache folder."""
-    base = os.environ.get("NUMBA_CACHE_DIR")
-    if not base:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "cupy_flash" / source_digest()
-
-
-class _Locator(caching._CacheLocator):
-    """Numba looks at the file of the cached function alone; the folder's name covers them all."""
-
-    def __init__(self, py_func):
-        self._lineno = py_func.__code__.co_firstlineno
-
-    def get_cache_path(self):
-        return str(cache_folder())
-
-    def get_source_stamp(self):
-        return source_digest()
-
-    def get_disambiguator(self):
-        return str(self._lineno)
-
-    @classmethod
-    def from_function(cls, py_func, py_file):
-        self = cls(py_func)
-        try:
-            self.ensure_cache_path()
-        except OSError as error:
-            _warn_once(
-                f"cupy_flash: cannot write compiled kernels to {cache_folder()} ({error}); "
-                "every process compiles anew. Set NUMBA_CACHE_DIR to a writable folder."
-            )
-            return None
-        return self
-
-
-class _CacheImpl(caching.CompileResultCacheImpl):
-    _locator_classes = (_Locator,)
-
-
-class _Cache(caching.FunctionCache):
-    _impl_class = _CacheImpl
-
-    def load_overload(self, sig, target_context):
-        found = super().load_overload(sig, target_context)
-        if found is None:
-            _notice(self._py_func.__name__, sig)
-        return found
-
-    def save_overload(self, sig, data):
-        try:
-            super().save_overload(sig, data)
-        except OSError as error:
-            _warn_once(f"cupy_flash: the compiled kernel was not saved ({error})")
-
-
 def kernel(py_func):
     """Decorator of a kernel: compiled at its first call, without the GIL, kept on disk."""
     dispatcher = njit(**_FLAGS)(py_func)
-    try:
-        dispatcher._cache = _Cache(py_func)
-    except RuntimeError:  # no locator: the folder is not writable, and the user was told
-        dispatcher._cache = _NoCache(py_func.__name__)
+    cache = dispatcher._cache = KernelCache(py_func.__name__)
+    compile_now = dispatcher.compile
+
+    @functools.wraps(compile_now)
+    def compile_once(sig):
+        with cache.exclusive(sig, dispatcher.targetctx):
+            return compile_now(sig)
+
+    dispatcher.compile = compile_once
     return dispatcher
-
-
-class _NoCache(caching.NullCache):
-    def __init__(self, name):
-        self._name = name
-
-    def load_overload(self, sig, target_context):
-        _notice(self._name, sig)
-
-
-def _notice(name, sig):
-    bits = next(t.dtype.bitwidth for t in sig if getattr(t, "dtype", None) in types.real_domain)
-    print(
-        f"cupy_flash: compiling the CPU kernel {name} for float{bits} arithmetic "
-        "(some seconds, once per machine)",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-@functools.cache
-def _warn_once(message):
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 @intrinsic

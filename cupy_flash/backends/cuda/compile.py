@@ -1,13 +1,12 @@
 """Compiled kernels: NVRTC through CuPy, once per device and unit, kept in CuPy's cache on disk."""
 
 import os
-import warnings
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from threading import Lock
 
 import cupy
 
+from ...console import warn_once
 from . import source
 from .unit import unit
 
@@ -25,6 +24,11 @@ def launches(plan):
         (_functions[one], (min(x.tasks, plan.device.sms if x.resident else MOST_BLOCKS),),
          (x.threads,), x.smem_bytes, x.tasks)
         for one, x in zip(units, plan.launches, strict=True))
+
+
+def prepare(number, launch):
+    """Compile the kernel of one launch on the device `number`, unless it is there already."""
+    _make([(number, *unit(launch.entry, launch.config, launch.smem_bytes), launch.smem_bytes)])
 
 
 def _make(units):
@@ -60,8 +64,8 @@ def _load(name, text):
     try:
         return _compiled(name, text)
     except OSError as error:
-        _warn_once(f"cupy_flash: CuPy cannot keep compiled kernels ({error}); every process "
-                   "compiles anew. Set CUPY_CACHE_DIR to a writable folder.")
+        warn_once(f"cupy_flash: CuPy cannot keep compiled kernels ({error}); every process "
+                  "compiles anew. Set CUPY_CACHE_DIR to a writable folder.")
     with _environment:
         before = os.environ.get("CUPY_CACHE_IN_MEMORY")
         os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
@@ -77,8 +81,3 @@ def _compiled(name, text):
     kernel = cupy.RawModule(code=text, options=options(name)).get_function(name)
     kernel.compile()
     return kernel
-
-
-@lru_cache(maxsize=1)
-def _warn_once(message):
-    warnings.warn(message, RuntimeWarning, stacklevel=2)

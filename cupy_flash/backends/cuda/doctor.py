@@ -18,6 +18,7 @@ from ...device import OLDEST_GPU
 from . import probe, source
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
+_OTHER_CACHE = "export CUPY_CACHE_DIR=a folder to write to"
 _CUPY = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 
 
@@ -31,7 +32,7 @@ class Finding(NamedTuple):
 
 def examine():
     """Yield a `Finding` for each check, up to the first that keeps the GPU path from working."""
-    for check in (_packages, _importable, _driver, _device, _nvrtc, _cache, _kernel):
+    for check in CHECKS:
         try:
             finding = check()
         except Exception as error:      # a broken installation raises what it likes
@@ -66,6 +67,8 @@ def _importable():
             return Finding(MISSING, "CuPy is not installed", probe.INSTALL_HINT)
         return Finding(MISSING, f"CuPy cannot be imported: {error}",
                        f"pip uninstall the CuPy there is, then {probe.INSTALL_HINT}")
+    except OSError:
+        return Finding(MISSING, probe.cuda().missing, _OTHER_CACHE)
     major = int(cupy.__version__.split(".")[0])
     if major < 14:
         return Finding(MISSING, f"CuPy {cupy.__version__} is older than 14, which is needed",
@@ -144,7 +147,10 @@ def _cache():
             pass
     except OSError as error:
         return Finding(WARNING, f"compiled kernels cannot be kept in {folder} ({error.strerror}): "
-                       "every process compiles anew", "export CUPY_CACHE_DIR=a folder to write to")
+                       "every process compiles anew", _OTHER_CACHE)
+    if str(folder).startswith("~"):
+        return Finding(WARNING, f"no home folder is known: compiled kernels are kept in {folder} "
+                       "of the folder in which Python is started", _OTHER_CACHE)
     return Finding(OK, f"compiled kernels are kept in {folder}")
 
 
@@ -185,3 +191,6 @@ def _arch(cupy):
 def _dotted(version):
     """13000 -> 13.0."""
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+CHECKS = (_packages, _importable, _driver, _device, _nvrtc, _cache, _kernel)

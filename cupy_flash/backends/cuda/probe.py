@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 INSTALL_HINT = (
     'pip install "cupy-flash[cuda13x]" (or [cuda12x], by the CUDA version that nvidia-smi prints)'
@@ -39,6 +38,9 @@ def cuda() -> Cuda:
         if error.name == "cupy":
             return Cuda("CuPy is not installed", {})
         return Cuda(f"CuPy cannot be imported: {error}", {})
+    except OSError as error:    # it makes the folder of its kernel cache when it is imported
+        return Cuda(f"CuPy cannot be imported, as {_cache_folder()} cannot be made: "
+                    f"{error.strerror}", {})
     versions = {"CuPy": cupy.__version__}
     runtime = cupy.cuda.runtime
     _note(versions, "CUDA runtime", lambda: _dotted(runtime.runtimeGetVersion()))
@@ -47,7 +49,7 @@ def cuda() -> Cuda:
     if not cupy.is_available():
         return Cuda("CuPy is installed, but finds no CUDA device", versions)
     devices = tuple(_device_line(cupy, i) for i in range(runtime.getDeviceCount()))
-    return Cuda(None, versions, devices, _cache_folder(cupy))
+    return Cuda(None, versions, devices, _cache_folder())
 
 
 class CudaDevice:
@@ -59,12 +61,14 @@ class CudaDevice:
         The array module, CuPy.
     name : str
         What the device is called.
+    number : int
+        CUDA's number of it.
     """
 
     def __init__(self, number):
         import cupy
 
-        self.xp = cupy
+        self.xp, self.number = cupy, number
         self._device = cupy.cuda.Device(number)
         self.name = _device_line(cupy, number)
 
@@ -116,7 +120,6 @@ def _device_line(cupy, number):
     return f"{number}: {name}, sm_{properties['major']}{properties['minor']}, {gib:.0f} GiB"
 
 
-def _cache_folder(cupy):
-    """Where CuPy keeps compiled kernels."""
-    default = Path.home() / ".cupy" / "kernel_cache"
-    return os.environ.get("CUPY_CACHE_DIR", str(default))
+def _cache_folder():
+    """Where CuPy keeps compiled kernels: in a folder `~` of the current one if there is no home."""
+    return os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
