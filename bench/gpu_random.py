@@ -12,6 +12,7 @@ from answers import answers_to, floors, judge
 from cases import CASES, KINDS, Case, inputs
 from gpu_check import say
 from gpu_compile import compile_one, units_of
+from numerics import DRAWS
 from speed_device import device_of
 
 import cupy_flash as cf
@@ -202,7 +203,7 @@ def check(run_of, index):
     try:
         answers, floor, on_cpu = expected(case, wide)
         got = run(inputs(case), wide, cupy.asarray, cupy.asnumpy)
-        judge(case.id, got, *answers, floor)
+        judge(case.id, got, *answers, floor, DRAWS)
         ratios = {name: round(apart(case, a, on_cpu[name], getattr(floor, name),
                                     run_of["plain"]), 4)
                   for name, a in got.items() if a is not None}

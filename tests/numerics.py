@@ -6,11 +6,8 @@ program in the same dtype, plus four units of the output dtype at the largest va
 reference. For rows, as `assert_rows_as_accurate` says: so a small row beside a large one is seen.
 
 What the baseline's error is, is settled before the result is looked at: that of one draw of the
-data, and for arrays of fewer than `FEW` elements, where one draw may flatter it, the largest of
-`DRAWS`.
+data, or of `DRAWS` where `draws_for` says that one may flatter it.
 """
-
-from itertools import islice
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +15,7 @@ import numpy as np
 NAN_BYTE = 0xFF  # every float dtype reads a run of these bytes as NaN
 CANARY_BYTE = 0xA5
 
-FEW, DRAWS = 1000, 8
+FEW, FEW_ROWS, DRAWS = 1000, 32, 8
 NEAREST = 128       # rows, by norm, among which the baseline's largest error counts
 CANCELLED = 1e-12   # rows this far below the largest are rounding errors of the reference itself
 
@@ -26,6 +23,15 @@ CANCELLED = 1e-12   # rows this far below the largest are rounding errors of the
 def eps(dtype):
     """Distance from 1 to the next number of `dtype`."""
     return float(ml_dtypes.finfo(dtype).eps)
+
+
+def draws_for(size, queries):
+    """How many draws of the data count for an array of `size` elements of a problem.
+
+    A problem of a few queries counts as small however many keys it has: the rounding of a query's
+    `lse` and delta is in the gradients of all keys, so thousands of rows are a few samples.
+    """
+    return DRAWS if size < FEW or queries <= FEW_ROWS else 1
 
 
 def assert_as_accurate_as_baseline(name, got, want, draws, floor=0.0):
@@ -40,8 +46,8 @@ def assert_as_accurate_as_baseline(name, got, want, draws, floor=0.0):
     want : numpy.ndarray
         The reference, in float64 (or wider).
     draws : iterable of (numpy.ndarray, numpy.ndarray)
-        The reference and the baseline in float64 (or wider), for draw after draw of the data. One
-        is taken, or `DRAWS` for a `got` of fewer than `FEW` elements.
+        The reference and the baseline in float64 (or wider), for draw after draw of the data:
+        the largest error of the baseline counts.
     floor : float
         Least error that the baseline is credited with, see `answers.floors`.
     """
@@ -52,9 +58,9 @@ def assert_as_accurate_as_baseline(name, got, want, draws, floor=0.0):
     if not want.size:
         return
     error = _errors(value, want)
-    largest = np.abs(want, where=np.isfinite(want), out=np.zeros_like(want)).max()
+    largest = _largest(want)
     limit = 0.0
-    for truth, plain in _taken(draws, got.size):
+    for truth, plain in draws:
         # A further draw can only raise the limit, so none is made once the error is within it.
         limit = max(limit, 2 * max(_errors(plain, truth).max(), floor)
                     + 4 * eps(got.dtype) * largest)
@@ -68,14 +74,15 @@ def assert_as_accurate_as_baseline(name, got, want, draws, floor=0.0):
     )
 
 
-def assert_rows_as_accurate(name, got, want, draws):
+def assert_rows_as_accurate(name, got, want, draws, floor=0.0):
     """Raise AssertionError unless the rows of `got`, its last axis, are within the rule for rows.
 
     Relative to its own norm, the error of a row is at most twice the baseline's largest among the
     `NEAREST` rows of nearest norm, the baseline rounded to the dtype of `got` and credited with a
     quarter of a unit. `max(4, 0.2 %)` of the rows may be beyond that: terms cancel in them, and
     the baseline's luck decides. Rows that are not finite, and those below `CANCELLED`, are left to
-    the rule for the whole array. The parameters are those of `assert_as_accurate_as_baseline`.
+    the rule for the whole array. The parameters are those of `assert_as_accurate_as_baseline`; a
+    floor counts in proportion to the norm.
     """
     norm, error = _row_norms(want), _row_norms(got.astype(want.dtype), want)
     seen = np.flatnonzero(norm > CANCELLED * np.fmax.reduce(norm, initial=0))
@@ -83,8 +90,10 @@ def assert_rows_as_accurate(name, got, want, draws):
     allowed = max(4, len(seen) // 500)
     if len(seen) <= allowed:
         return
-    factors, near = error[seen] / norm[seen], np.full(len(seen), eps(got.dtype) / 4)
-    for truth, plain in _taken(draws, got.size):
+    factors = error[seen] / norm[seen]
+    least = max(eps(got.dtype) / 4, floor / _largest(want))
+    near = np.full(len(seen), least)
+    for truth, plain in draws:
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             plain = plain.astype(got.dtype).astype(truth.dtype)
             relative = (_row_norms(plain, truth) / _row_norms(truth))[seen]
@@ -100,9 +109,9 @@ def assert_rows_as_accurate(name, got, want, draws):
                          f"rows, {allowed} may be; {'; '.join(lines)}")
 
 
-def _taken(draws, size):
-    """As many draws as count for a result of `size` elements."""
-    return islice(draws, DRAWS if size < FEW else 1)
+def _largest(want):
+    """The largest finite value."""
+    return float(np.abs(np.where(np.isfinite(want), want, 0)).max(initial=0))
 
 
 def _errors(value, want):

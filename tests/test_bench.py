@@ -263,6 +263,7 @@ def test_drawn_problems_of_every_kind_run_and_are_right(monkeypatch, wide):
     import gpu_random
     from answers import judge
     from cases import KINDS
+    from numerics import DRAWS
 
     monkeypatch.setattr(device, "gpu", lambda number: HOPPER)
     drawn = [case for case, is_wide in map(gpu_random.draw, [0] * 60, range(60))
@@ -270,5 +271,5 @@ def test_drawn_problems_of_every_kind_run_and_are_right(monkeypatch, wide):
     for kind in KINDS:
         case = next(case for case in drawn if gpu_random.kind_of(case) == kind)
         answers, floor, found = gpu_random.expected(case, wide)
-        judge(case.id, found, *answers, floor)
+        judge(case.id, found, *answers, floor, DRAWS)
         assert (found["out"].dtype == case.dtype) != (wide and kind in ("float16", "bfloat16"))
