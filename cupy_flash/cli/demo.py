@@ -47,7 +47,7 @@ def run(arguments) -> int:
     except ImportError as error:
         print(f"The demo needs scikit-learn for its data and matplotlib for its picture, and "
               f"{error.name} is not installed.\nInstall both with:  "
-              f'pip install "cupy-flash[examples]"', file=sys.stderr)
+              f'pip install scikit-learn matplotlib', file=sys.stderr)
         return 2
     device, remark = _choose_device(arguments.cpu)
     data = split(*load_digits(return_X_y=True))

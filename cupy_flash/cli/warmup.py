@@ -29,7 +29,7 @@ def run(arguments) -> int:
         try:
             dtype = _dtype(name)
         except ImportError:
-            print('bfloat16 needs ml_dtypes: pip install "cupy-flash[bf16]"', file=sys.stderr)
+            print('bfloat16 needs ml_dtypes: pip install ml_dtypes', file=sys.stderr)
             return 2
         start = time.perf_counter()
         compile_for(dtype, backward=not arguments.forward)

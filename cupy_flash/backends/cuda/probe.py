@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 INSTALL_HINT = (
-    'pip install "cupy-flash[cuda13x]" (or [cuda12x], by the CUDA version that nvidia-smi prints)'
+    'pip install "cupy-cuda13x[ctk]" (or cupy-cuda12x[ctk], by the CUDA version that nvidia-smi '
+    "prints)"
 )
 
 
