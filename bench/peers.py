@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 
 import cupy as cp
 import torch
 from speed_data import bound, errors
-from speed_lines import reason
+from speed_lines import absent, reason
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -162,10 +161,15 @@ def _swapped(data):
     return [[x.transpose(1, 2).contiguous() for x in one] for one in data.torch]
 
 
+def _need(name):
+    """Raise unless the module of the peer is there."""
+    if name in absent():
+        raise CannotError(absent()[name])
+
+
 def _fa3(cell, data):
     """FlashAttention-3 through the package flash_attn3_jax."""
-    if find_spec("flash_attn3_jax") is None:
-        raise CannotError("flash_attn3_jax is not installed")
+    _need("fa3")
     if cell.d != cell.d_v or cell.d > 128:
         raise CannotError("flash_attn3_jax has no kernels for these head dims")
     import jax
@@ -194,9 +198,8 @@ def _fa3(cell, data):
 
 
 def _fa4(cell, data):
-    """FlashAttention-4, kernels in CuTe DSL."""
-    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
-        raise CannotError("flash_attn.cute is not installed")
+    """FlashAttention-4, kernels in CuTe DSL; both passes, backward by its autograd function."""
+    _need("fa4")
     from flash_attn.cute import flash_attn_func
 
     options = {"causal": cell.causal}

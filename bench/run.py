@@ -6,8 +6,9 @@
     python bench/run.py --table > docs/performance.md           # from the lines that are there
 
 Families: 16-bit, portable (the same by the kernels that every GPU runs), features, science, decode.
-Each cell appends a line to `--out`; cells that have one for this GPU and the kernels of today are
-skipped, so a run that was stopped goes on.
+Each cell appends a line to `--out`; cells that have one for this GPU and the kernels and peers of
+today are skipped, so a run that was stopped goes on. A ratio to the best is worth what the peers
+are: with `--need fa3 fa4` no run starts without FlashAttention-3 and -4.
 
 Before anything is timed, every side's results at the very shape are compared with float64. Then
 ours and the peers take turns, round after round: calls queued on one stream behind a kernel that
@@ -30,7 +31,7 @@ from gpu_check import Results, provenance, say  # noqa: E402
 from gpu_compile import compiling, units_of  # noqa: E402
 from speed_cells import FAMILIES, select  # noqa: E402
 from speed_device import device_of  # noqa: E402
-from speed_lines import finished, line, reason, sources_of  # noqa: E402
+from speed_lines import MODULES, absent, finished, line, reason, sources_of  # noqa: E402
 from speed_table import summaries, table  # noqa: E402
 
 
@@ -46,6 +47,8 @@ def main():
                         help="start no cell later than this after the start")
     parser.add_argument("--rounds", type=int, default=5, help="at least 5")
     parser.add_argument("--milliseconds", type=float, default=40, help="of a side's calls a round")
+    parser.add_argument("--need", nargs="+", default=(), choices=MODULES,
+                        help="peers without which nothing is measured")
     parser.add_argument("--again", action="store_true", help="measure finished cells again")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu_speed.jsonl",
                         help="file of the JSON lines")
@@ -68,6 +71,10 @@ def _family(name):
 def run(options, results):
     """Measure what is not finished; 1 if ours was wrong or failed anywhere."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")     # the GPU is shared
+    for name, why in absent().items():
+        if name in options.need:
+            raise SystemExit(f"--need {name}: {why}")
+        say(f"without {name}: {why}")
     here = provenance()
     done = () if options.again else finished(results.lines(), here["gpu"])
     cells = [cell for cell in select(options.families, options.only, options.lengths)

@@ -1,11 +1,28 @@
 """From times to ratios: what a line of results says, and which cells have one."""
 
 import re
+from importlib.util import find_spec
 from math import exp, log
 from statistics import median
 
 from cupy_flash.backends.cuda import source
 from cupy_flash.backends.cuda.unit import headers_of
+
+# Modules of the peers that do not come with torch.
+MODULES = {"fa3": "flash_attn3_jax", "fa4": "flash_attn.cute"}
+
+
+def absent():
+    """Reasons by name, of the peers of `MODULES` that are not installed."""
+    found = {}
+    for name, module in MODULES.items():
+        try:
+            there = find_spec(module) is not None
+        except ModuleNotFoundError:     # of the package around it
+            there = False
+        if not there:
+            found[name] = f"{module} is not installed"
+    return found
 
 
 def side(times, work, unit):
@@ -55,8 +72,14 @@ def stale(line):
 
 
 def finished(lines, gpu):
-    """Names of the cells that were looked at on this GPU with the kernels of today."""
-    return {one["cell"] for one in lines if one["gpu"] == gpu and not stale(one)}
+    """Names of the cells that were looked at on this GPU with the kernels and the peers of today.
+
+    A peer that was not installed then and is now leaves its cells unfinished: without it their
+    ratio is not to the best.
+    """
+    still = set(absent().values())
+    return {one["cell"] for one in lines if one["gpu"] == gpu and not stale(one)
+            and all(why in still for why in one["missing"].values() if "not installed" in why)}
 
 
 def newest(lines):

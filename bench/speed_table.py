@@ -18,7 +18,8 @@ results were compared with float64 at these shapes before. Half the spread of th
 products in the forward pass and five in the backward pass, of what the mask leaves. cuDNN,
 FlashAttention-2, memory-efficient and math are the backends of torch's
 `scaled_dot_product_attention`; FlashAttention-3 is the package flash_attn3_jax, timed by the host's
-clock, FlashAttention-4 is flash_attn.cute; "-" means that it is not installed or cannot do this.
+clock, FlashAttention-4 is flash_attn.cute; "-" means that it is not installed or cannot do this,
+and "the best" is the best of those named.
 The family "portable" has ours with only the kernels that every GPU runs; in "decode" one query
 reads many keys.
 
@@ -71,12 +72,16 @@ def _groups(lines):
 
 
 def _summary(lines):
-    """(family, direction, kind, peer, ratios) of each group; first against a cell's best peer."""
+    """(family, direction, kind, peer, ratios) of each group; first against a cell's best peer.
+
+    That row names the peers: the best of two is less than the best of four.
+    """
     for group, rows in _groups(lines).items():
-        names = dict.fromkeys(name for one in rows for name in one["ratios"])
+        names = sorted({name for one in rows for name in one["ratios"]}, key=_place)
         best = [one["ratio"] for one in rows if one["ratio"]]
         if best:
-            yield *group, "the best of a cell", best
+            there = ", ".join(PEERS.get(name, name) for name in names)
+            yield *group, f"the best of {there}", best
         for name in names:
             yield *group, name, [one["ratios"][name] for one in rows if name in one["ratios"]]
 
@@ -86,6 +91,11 @@ def summaries(lines):
     return [f"{family} {direction} {kind}, against {peer}: {len(found)} cells, geometric mean "
             f"{geometric_mean(found):.3f}, lowest {min(found):.3f}"
             for family, direction, kind, peer, found in _summary(lines)]
+
+
+def _place(name):
+    """Where a peer stands in the tables."""
+    return [*PEERS, name].index(name), name
 
 
 def _details(group, rows):

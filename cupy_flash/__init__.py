@@ -1,4 +1,4 @@
-"""Exact, fast attention for NumPy and CuPy arrays: no framework, nothing to compile.
+"""Exact, fast attention for NumPy and CuPy arrays: no framework, no compiler to install.
 
     attention(...)              the public functions            attention.py
       bind    -> Problem, arrays      all validation            bind.py and what it calls
@@ -8,7 +8,9 @@
 A `Problem` says what is asked, without arrays; a `Plan` is data: which kernels run with which tiles
 on which scratch memory. Both are hashable and printable, so planning is a pure function that needs
 no device, and each backend has one `run`. Importing the package loads NumPy and nothing else;
-Numba loads with the first computation.
+Numba loads with the first computation. Kernels are compiled at the first call that needs them, by
+Numba on the CPU and by NVRTC on a GPU, and kept on disk: that call takes seconds, and
+``python -m cupy_flash warmup`` takes them beforehand.
 """
 
 from ._version import __version__

@@ -182,4 +182,4 @@ def _read_only_view(x):
 def _no_cupy(name, reason):
     return NotImplementedError(
         f"`{name}` is on a GPU, and CuPy, which computes there, {reason}: "
-        'pip install "cupy-flash[cuda13x]" (or [cuda12x]), or pass NumPy arrays')
+        'pip install "cupy-cuda13x[ctk]" (or cupy-cuda12x[ctk]), or pass NumPy arrays')

@@ -191,7 +191,7 @@ def _bfloat16(name):
     except ImportError:
         raise NotImplementedError(
             f"`{name}` has dtype bfloat16, and ml_dtypes, from which NumPy has it, is not "
-            'installed: pip install "cupy-flash[bf16]"') from None
+            "installed: pip install ml_dtypes") from None
     return ml_dtypes.bfloat16
 
 

@@ -3,7 +3,7 @@
 JAX runs the two functions below outside its compiled program and hands them NumPy arrays. The
 gradient is ours, so JAX never looks inside.
 
-    pip install jax cupy-flash
+    pip install jax .
     python examples/jax_adapter.py
 """
 

@@ -6,7 +6,7 @@ of scores; here one call of `cupy_flash.attention` takes its place. Each new tok
 single query for all cached keys, and a prompt with many: causality is aligned to the newest query,
 which is right in both cases.
 
-    pip install "cupy-flash[examples]"
+    pip install ".[examples]"
     python examples/language_model.py
 """
 

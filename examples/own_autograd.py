@@ -5,7 +5,7 @@ the output into gradients of the inputs. `cupy_flash.attention_vjp` returns just
 engine is that of ``glassllm``, a transformer in plain NumPy: its attention layer is replaced, and
 the gradients of all parameters stay what they were. Then the model learns one sentence by heart.
 
-    pip install "cupy-flash[examples]"
+    pip install ".[examples]"
     python examples/own_autograd.py
 """
 

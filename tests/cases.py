@@ -95,8 +95,10 @@ def inputs(case):
     dtype = DTYPES[case.dtype]
     q, k, v = (rng.standard_normal(shape) for shape in case.shapes())
     dout = rng.standard_normal((*q.shape[:-1], v.shape[-1]))
-    q, k, v, dout = DATA[case.data](rng, q, k, v, dout)
+    q, k, v, dout = DATA[case.data](rng, case, q, k, v, dout)
     dlse = rng.standard_normal(q.shape[:-1])
+    if case.data == "spread":       # else dlse alone would make the rows of dq whose dout is small
+        dlse *= np.abs(dout).max(axis=-1)
     q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
     statistics = np.float64 if case.dtype == "float64" else np.float32
     return Inputs(q, k, v, dout, dlse.astype(statistics), _options(case, rng))
@@ -128,16 +130,16 @@ def _kept(case, axes):
     return tuple(size[axis] for axis in axes)
 
 
-def _normal(rng, q, k, v, dout):
+def _normal(rng, case, q, k, v, dout):
     return q, k, v, dout
 
 
-def _mean_one(rng, q, k, v, dout):
+def _mean_one(rng, case, q, k, v, dout):
     """Zero-mean data hides an accumulator that is too short: here every sum grows."""
     return q + 1, k + 1, v + 1, dout + 1
 
 
-def _late_maxima(rng, q, k, v, dout):
+def _late_maxima(rng, case, q, k, v, dout):
     """The row maximum keeps moving, and five queries find by far their largest score at the end."""
     Nq, Nk = q.shape[-2], k.shape[-2]
     k = k * np.linspace(0.5, 2, Nk)[:, None]
@@ -147,13 +149,31 @@ def _late_maxima(rng, q, k, v, dout):
     return q, k, v, dout
 
 
-def _mixed_scales(rng, q, k, v, dout):
+def _mixed_scales(rng, case, q, k, v, dout):
     """Neighbouring rows differ by factors up to 2^12 in q and 2^8 in dout."""
     i = np.arange(q.shape[-2])[:, None]
     return q * 2.0 ** (i * 7 % 13 - 6), k, v, dout * 2.0 ** (i * 5 % 9 - 4)
 
 
-DATA = {"normal": _normal, "mean1": _mean_one, "late": _late_maxima, "scales": _mixed_scales}
+def _spread(rng, case, N):
+    """A factor for each of N rows: it falls by 2^16 (2^8 in float16) along them, and neighbours
+    differ by up to 2^4 (2^2), so that the rows of one tile do."""
+    exponent = np.linspace(0, 1, N) + 0.25 * rng.random(N)
+    return 2.0 ** -(exponent * (8 if case.dtype == "float16" else 16))[:, None]
+
+
+def _spread_rows(rng, case, q, k, v, dout):
+    """Rows of dout, so of dq, differ by factors up to 2^16; with a window, keys' gradients too."""
+    return q, k, v, dout * _spread(rng, case, dout.shape[-2])
+
+
+def _spread_values(rng, case, q, k, v, dout):
+    """Rows of v, so with a window those of out, differ by factors up to 2^16."""
+    return q, k, v * _spread(rng, case, v.shape[-2]), dout
+
+
+DATA = {"normal": _normal, "mean1": _mean_one, "late": _late_maxima, "scales": _mixed_scales,
+        "spread": _spread_rows, "spread-values": _spread_values}
 
 
 def _dense(rng, case):
@@ -255,12 +275,21 @@ FEATURES = (
          softcap=3.0, alibi="bh", q_lens=(113, 70), kv_lens=(150, 203), data="late", **GQA),
 )
 
+# Rows of one array that differ by factors up to 2^16: for the rule for rows.
+SPREAD = (
+    Case("spread-rows", data="spread"),
+    Case("spread-rows-causal-gqa", data="spread", causal=True, **GQA),
+    Case("spread-rows-window", Nq=203, data="spread", window=(17, 5)),
+    Case("spread-values-window", Nq=203, data="spread-values", window=(17, 5)),
+)
+
 PRECISIONS = tuple(
     replace(feature, precision=precision)
-    for feature in FEATURES
+    for feature in (*FEATURES, *SPREAD)
     if feature.label in ("plain", "causal", "mean-one", "mean-one-causal", "late-maxima",
-                         "bias-pair-gqa", "all-but-lens", "d256")
+                         "bias-pair-gqa", "all-but-lens", "d256", "spread-rows-window")
     for precision in ("tf32", "tf32x3")
 )
 
-CASES = (*(replace(f, dtype=dtype) for f in FEATURES for dtype in DTYPES), *PRECISIONS)
+CASES = (
+    *(replace(f, dtype=dtype) for f in (*FEATURES, *SPREAD) for dtype in DTYPES), *PRECISIONS)

@@ -7,6 +7,9 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
+from conftest import GPU_MISSING
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cupy_flash"
 
@@ -239,7 +242,10 @@ def test_a_missing_path_is_found():
     assert list(named_paths(text)) == ["no.md", "docs/no.md", "no.py", "Makefile"]
 
 
-def test_code_in_the_readme_runs():
+def test_code_in_the_readme_runs(monkeypatch):
+    """All of it, in order. Where there is no GPU, NumPy stands in for CuPy."""
+    if GPU_MISSING is not None:
+        monkeypatch.setitem(sys.modules, "cupy", np)
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(),
                         re.MULTILINE | re.DOTALL)
     assert blocks, "the README shows no code"
@@ -248,6 +254,14 @@ def test_code_in_the_readme_runs():
         warnings.simplefilter("error")
         for block in blocks:
             exec(compile(block, "README.md", "exec"), names)
+
+
+def test_hints_install_what_can_be_had():
+    """The package lies in no index: only a checkout, `.`, and other projects can be installed."""
+    found = [f"{name_of(path)}: {match[0]}" for path in files(".py", ".md")
+             if "CHANGELOG" not in path.name
+             for match in re.finditer(r"pip install [^\n]*cupy[-_]flash", path.read_text())]
+    assert found == []
 
 
 def test_nothing_belongs_to_one_machine():

@@ -15,6 +15,7 @@ from cupy_flash.backends.cuda import source
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 
+import speed_lines  # noqa: E402
 from speed_cells import FAMILIES, Cell, select  # noqa: E402
 from speed_data import answers, bound, errors, sets  # noqa: E402
 from speed_lines import (  # noqa: E402
@@ -157,6 +158,27 @@ def test_finished_cells_are_those_of_this_gpu_and_these_kernels():
     assert finished([], "GPU A") == set()
 
 
+def test_a_cell_without_a_peer_that_is_installed_now_is_not_finished(monkeypatch):
+    """A backward table once lacked the fastest peer, which had not been installed for that run."""
+    forward, backward = cell(), cell("backward")
+    lines = [entry(forward, missing={"fa4": "cannot do this"}),
+             entry(backward, missing={"fa4": "flash_attn.cute is not installed"})]
+    monkeypatch.setattr(speed_lines, "find_spec", lambda module: None)
+    assert set(speed_lines.absent()) == set(speed_lines.MODULES)
+    assert finished(lines, "GPU A") == {forward.name, backward.name}
+    monkeypatch.setattr(speed_lines, "find_spec", lambda module: module)
+    assert speed_lines.absent() == {}
+    assert finished(lines, "GPU A") == {forward.name}
+
+
+def test_a_run_that_needs_a_peer_does_not_start_without_it(monkeypatch):
+    import run
+
+    monkeypatch.setattr(speed_lines, "find_spec", lambda module: None)
+    with pytest.raises(SystemExit, match=r"--need fa4: .* is not installed"):
+        run.run(SimpleNamespace(need=["fa4"]), None)
+
+
 def test_only_its_own_sources_make_a_line_stale(monkeypatch, tmp_path):
     """A kernel's digest is that of the headers it includes."""
     shutil.copytree(source.folder(), tmp_path / "cuda_src")
@@ -199,7 +221,7 @@ def test_the_page_has_means_minima_and_every_cell():
     slower = {**TIMES, "a": [1.0] * 5}
     text = table([entry(two, slower), entry(one)])
     best = geometric_mean([1.1, 0.5])
-    assert f"| 16-bit | forward | bfloat16 | the best of a cell | 2 | {best:.2f} | 0.50 |" in text
+    assert f"| 16-bit | forward | bfloat16 | the best of a, b | 2 | {best:.2f} | 0.50 |" in text
     rows = [row for row in text.splitlines() if row.startswith("| 64 | ")]
     assert len(rows) == 2
     assert f"| {one.length} |" in rows[0]       # in the order of the cells, not of the lines
@@ -263,6 +285,7 @@ def test_drawn_problems_of_every_kind_run_and_are_right(monkeypatch, wide):
     import gpu_random
     from answers import judge
     from cases import KINDS
+    from numerics import DRAWS
 
     monkeypatch.setattr(device, "gpu", lambda number: HOPPER)
     drawn = [case for case, is_wide in map(gpu_random.draw, [0] * 60, range(60))
@@ -270,5 +293,5 @@ def test_drawn_problems_of_every_kind_run_and_are_right(monkeypatch, wide):
     for kind in KINDS:
         case = next(case for case in drawn if gpu_random.kind_of(case) == kind)
         answers, floor, found = gpu_random.expected(case, wide)
-        judge(case.id, found, *answers, floor)
+        judge(case.id, found, *answers, floor, DRAWS)
         assert (found["out"].dtype == case.dtype) != (wide and kind in ("float16", "bfloat16"))

@@ -98,7 +98,7 @@ def test_info_without_cupy(monkeypatch, capsys):
     assert main(["info"]) == 0
     text = capsys.readouterr().out
     for part in (cf.__version__, np.__version__, "threads", "kernel cache", "digest",
-                 "CuPy is not installed", "cupy-flash[cuda13x]"):
+                 "CuPy is not installed", "cupy-cuda13x[ctk]"):
         assert part in text
 
 

@@ -128,7 +128,7 @@ def test_a_missing_package_is_named(package, capsys, monkeypatch):
     monkeypatch.delattr(cupy_flash.cli, "picture", raising=False)
     assert main(["demo"]) == 2
     error = capsys.readouterr().err
-    assert package in error and 'pip install "cupy-flash[examples]"' in error
+    assert package in error and 'pip install scikit-learn matplotlib' in error
 
 
 @pytest.mark.parametrize("option", [["--shift", "4"], ["--shift", "-1"], ["--steps", "-1"]])

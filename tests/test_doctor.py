@@ -78,7 +78,7 @@ def test_no_cupy(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
-    assert "MISSING CuPy is not installed" in text and "cupy-flash[cuda13x]" in text
+    assert "MISSING CuPy is not installed" in text and "cupy-cuda13x[ctk]" in text
 
 
 def test_two_cupys(machine):

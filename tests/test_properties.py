@@ -5,6 +5,7 @@ from answers import answers_to, floors, judge
 from cases import DATA, DTYPES, Case, inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numerics import DRAWS
 from test_layout import VIEWS, unaligned
 
 import cupy_flash as cf
@@ -97,17 +98,17 @@ def compute(backend, x, views=(), **more):
 @given(problem=problems(), views=st.lists(st.none() | st.sampled_from(VIEWS), max_size=7))
 def test_agrees_with_the_reference(backend, problem, views):
     x = drawn_inputs(*problem)
-    judge(f"{problem}", compute(backend, x, views), *answers_to(x), floors(x))
+    judge(f"{problem}", compute(backend, x, views), *answers_to(x), floors(x), DRAWS)
 
 
 @settings(max_examples=40)
 @given(problem=problems(), Br=st.integers(1, 12), Bc=st.integers(1, 20),
-       lazy=st.sampled_from((None, 0.0, 1.0, 100.0)))
+       lazy=st.sampled_from((None, 0.0, 1.0, 60.0)))   # e^89 overflows in float32
 def test_tiles_change_nothing_but_rounding(backend, problem, Br, Bc, lazy):
     x = drawn_inputs(*problem)
     with tuned(Br=16 * Br, Bc=6 * Bc, lazy=lazy):
         got = compute(backend, x)
-    judge(f"{problem}", got, *answers_to(x), floors(x))
+    judge(f"{problem}", got, *answers_to(x), floors(x), DRAWS)
 
 
 @settings(max_examples=40)

@@ -47,7 +47,7 @@ def run(arguments) -> int:
     except ImportError as error:
         console.say("The demo needs scikit-learn for its data and matplotlib for its picture, and "
                     f"{error.name} is not installed.\nInstall both with:  "
-                    'pip install "cupy-flash[examples]"')
+                    "pip install scikit-learn matplotlib")
         return 2
     path = Path(arguments.picture)
     fault = picture.fault_of(path)

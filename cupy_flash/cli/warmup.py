@@ -45,7 +45,7 @@ def run(arguments) -> int:
     try:
         dtypes = [_dtype(name) for name in names]
     except ImportError:
-        console.say('bfloat16 needs ml_dtypes: pip install "cupy-flash[bf16]"')
+        console.say('bfloat16 needs ml_dtypes: pip install ml_dtypes')
         return 2
     faults = _warm_cpu(dtypes, not arguments.forward)
     gpus, reason = ([], None) if arguments.cpu else devices.cuda_devices()

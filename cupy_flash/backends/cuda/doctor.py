@@ -90,7 +90,7 @@ def _driver():
                        "install NVIDIA's driver, or start the container with --gpus all")
     if driver // 1000 < built // 1000:
         return Finding(MISSING, f"the driver knows CUDA {_dotted(driver)}, and CuPy was built for "
-                       f"CUDA {_dotted(built)}", f"pip install 'cupy-flash[cuda{driver // 1000}x]' "
+                       f"CUDA {_dotted(built)}", f"pip install 'cupy-cuda{driver // 1000}x[ctk]' "
                        "after pip uninstall of the CuPy there is")
     return Finding(OK, f"the driver knows CUDA {_dotted(driver)}, CuPy was built for "
                        f"{_dotted(built)}")
@@ -129,12 +129,12 @@ def _nvrtc():
                        f"pip install {package}")
     if arch < min(known):
         return Finding(MISSING, f"the GPU is sm_{arch}, and NVRTC {version[0]}.{version[1]} begins "
-                       f"with sm_{min(known)}", "pip install 'cupy-flash[cuda12x]' after pip "
+                       f"with sm_{min(known)}", "pip install 'cupy-cuda12x[ctk]' after pip "
                        "uninstall of the CuPy there is")
     if arch > max(known):
         return Finding(WARNING, f"the GPU is sm_{arch}, and NVRTC {version[0]}.{version[1]} ends "
                        f"with sm_{max(known)}: kernels are compiled for that",
-                       "pip install --upgrade 'cupy-flash[cuda13x]'")
+                       "pip install --upgrade 'cupy-cuda13x[ctk]'")
     return Finding(OK, f"NVRTC {version[0]}.{version[1]} knows sm_{min(known)} to sm_{max(known)}")
 
 

@@ -4,7 +4,8 @@ import os
 from dataclasses import dataclass
 
 INSTALL_HINT = (
-    'pip install "cupy-flash[cuda13x]" (or [cuda12x], by the CUDA version that nvidia-smi prints)'
+    'pip install "cupy-cuda13x[ctk]" (or cupy-cuda12x[ctk], by the CUDA version that nvidia-smi '
+    "prints)"
 )
 
 
