@@ -39,6 +39,7 @@ NAN_BYTE = 0xFF
 ONE_TASK = ("hopper_backward", "hopper_backward_wide")
 FAULTS = {1: "its threads wait for each other", 2: "it used memory that is not there",
           3: "params.py and params.cuh differ in size"}
+SAME_NAME = 4
 _jobs = ThreadPoolExecutor(2)
 
 
@@ -120,13 +121,6 @@ def put_maps(packed, plan, operands):
         packed[f"{name}_map"] = np.frombuffer(make(address), "V128")
 
 
-def line_of(file, text):
-    """The place, "file.cuh:line", of the only line of a file of the sources that has a text."""
-    lines = Path(source.folder(), file).read_text().splitlines()
-    (number,) = (number for number, line in enumerate(lines, 1) if text in line)
-    return f"{Path(file).name}:{number}"
-
-
 class KernelError(RuntimeError):
     """A kernel did not come to its end."""
 
@@ -145,7 +139,7 @@ class Fibers:
     sms : int
         Multiprocessors in the eyes of the planner; many of them make it split the keys.
     skip : str
-        ``"file.cuh:line"`` of a barrier that is left out.
+        The name of a barrier, wait or fence that is left out.
     fill : int
         The byte that shared memory starts with; 0xFF makes NaN of it.
     missing : int
@@ -167,7 +161,7 @@ class Fibers:
         self.missing = missing
         self.device = GpuDevice(0, "fibers", 80, sms, 227 << 10, wgmma=hopper is not None)
         self.only = ()                  # the kernels to run; empty: all of a plan
-        self.barriers = {}              # entry: the barriers that it reached
+        self.barriers = {}              # entry: the names of the barriers that it reached
 
     def forward(self, q, k, v, *, out_dtype=None, **options):
         """out and lse, as `cupy_flash.attention` returns them."""
@@ -215,9 +209,13 @@ class Fibers:
         code = library.run(packed.ctypes.data, params_bytes(launch.entry), grid, launch.threads,
                            max(0, launch.smem_bytes - self.missing), self.seed,
                            self.skip.encode(), self.fill)
+        names = library.barriers().decode().splitlines()
+        if code == SAME_NAME:
+            raise ValueError(f"{launch.entry}: barriers at two places have the name {names[0]}; "
+                             "give each its own, by which it can be left out")
         if code:
             raise KernelError(f"{launch.entry}: {FAULTS[code]}")
-        self.barriers[launch.entry] = library.barriers().decode().split()
+        self.barriers[launch.entry] = names
 
 
 @cache
