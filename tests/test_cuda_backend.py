@@ -16,9 +16,10 @@ import cupy_flash as cf
 from cupy_flash import arrays, bind, device
 from cupy_flash.axes import four_axes
 from cupy_flash.backends.cuda import launch, params, source
-from cupy_flash.backends.cuda.unit import ENTRIES, headers_of, unit
+from cupy_flash.backends.cuda.unit import headers_of, unit
 from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.plan import make_plan
+from cupy_flash.plan.cuda import kernel_of
 
 SOME = [case for case in CASES if case.dtype in ("bfloat16", "float64") or case.precision]
 
@@ -55,7 +56,7 @@ def test_the_unit_is_names_and_numbers():
     for direction in ("forward", "backward"):
         for one in make_plan(direction, problem, H200).launches:
             name, text = unit(one.entry, one.config, one.smem_bytes)
-            header = ENTRIES[one.entry][0]
+            header = kernel_of(one.entry).header
             assert text.startswith(f"// sources sha256: {source.digest('base.cuh', header)}\n")
             assert f'#include "{header}"' in text and text.count(f"{name}(") == 1
             assert headers_of([name]) == ("base.cuh", header)

@@ -182,13 +182,6 @@ FORMS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short_sequences(monkeypatch):
-    """Tests are small."""
-    monkeypatch.setattr(cuda_hopper, "FEWEST_ROWS", 1)
-    monkeypatch.setattr(cuda_hopper, "MANY_KEYS", 10**6)
-
-
 @pytest.mark.parametrize("name", FORMS)
 def test_no_races(name):
     """Nor such as only the step of a warp's lanes hides."""

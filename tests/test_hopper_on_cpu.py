@@ -6,7 +6,6 @@ from answers import answers_to, floors, judge
 from cases import DTYPES, FEATURES, Case, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers, KernelError
 
-from cupy_flash.plan import cuda_hopper
 from cupy_flash.plan.cuda_hopper import Row
 
 BFLOAT16 = DTYPES["bfloat16"]
@@ -21,13 +20,6 @@ TABLE = [x for x in FEATURES if x.Nk < 1000]
 WAITS = {**dict.fromkeys(("q_full", "k_full", "v_full", "k_empty", "v_empty", "work_full",
                           "panels_read", "last_panels_read"), (TWO, 140, 32)),
          "q_empty": (Row(128, 64, 256, 256, "of a test"), 160, 256)}
-
-
-@pytest.fixture(autouse=True)
-def short_sequences(monkeypatch):
-    """Tests are small."""
-    monkeypatch.setattr(cuda_hopper, "FEWEST_ROWS", 1)
-    monkeypatch.setattr(cuda_hopper, "MANY_KEYS", 10**6)
 
 
 def padded(x):

@@ -13,7 +13,7 @@ from math import ceil
 
 import numpy as np
 
-from ...plan import cuda_hopper
+from ...plan.cuda import kernel_of
 from .tensor_maps import TensorMaps
 
 KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
@@ -64,7 +64,8 @@ HopperBackwardParams = np.dtype({
                 *range(896, 1408, 128)],
     "itemsize": 1408,
 })
-PARAMS = {"forward": ForwardParams, "backward": BackwardParams}
+PARAMS = {"ForwardParams": ForwardParams, "BackwardParams": BackwardParams,
+          "HopperForwardParams": HopperForwardParams, "HopperBackwardParams": HopperBackwardParams}
 
 _ABSENT = (0, 0, 0, 0, 0, 0)
 # Operands that the kernels read row by row, by loads of `vector_bytes`.
@@ -86,8 +87,7 @@ def pack(plan, launch, operands, addresses):
     Returns
     -------
     numpy.ndarray
-        Of size one, of dtype `ForwardParams` or `BackwardParams`, or those of the kernels for
-        sm_90a, without the maps.
+        Of size one, of a dtype of `PARAMS`, without the maps.
     """
     p, mask = plan.problem, plan.problem.mask
     values = {
@@ -113,14 +113,12 @@ def pack(plan, launch, operands, addresses):
         names = ("batch_bias", "heads_bias", "Nbias_q", "Nbias_k")
         values |= {name: addresses.get(name, 0) for name in ("delta", "state", "dq_sums")}
         values |= dict(zip(names, extents, strict=True))
-    dtype = PARAMS[plan.direction]
-    entries = {x.entry for x in plan.launches}
-    if "hopper_forward" in entries:
-        values |= cuda_hopper.extras(p, launch.config)
-        dtype = HopperForwardParams
-    elif any(x.startswith("hopper_") for x in entries):     # the others read the first part
-        dtype = HopperBackwardParams
-    packed = np.zeros(1, dtype)
+    kernels = [kernel_of(x.entry) for x in plan.launches]
+    for kernel, x in zip(kernels, plan.launches, strict=True):
+        values |= kernel.parameters(p, x.config)
+    # The largest struct of the plan's kernels: the others read its first part.
+    packed = np.zeros(1, max((PARAMS[kernel.params] for kernel in kernels),
+                             key=lambda dtype: dtype.itemsize))
     for name, value in values.items():
         packed[name] = value
     return packed
@@ -142,10 +140,10 @@ class Template:
         self._parts = [(fields[name][1] // 8, offset) for name, offset in offsets.items()]
         self.tasks = fields["tasks"][1] // 8
         self._maps = None
-        if packed.dtype in (HopperForwardParams, HopperBackwardParams):
+        if any(kernel_of(x.entry).maps for x in plan.launches):
             self._maps = TensorMaps(plan, operands)
             self._mapped = [fields[name][1] // 8 for name in self._maps.names]
-            self._maps_from = fields["q_map"][1] // 8
+            self._maps_from = fields[f"{self._maps.names[0]}_map"][1] // 8
 
     def fill(self, addresses, block):
         """The struct of a call as words: addresses in the order of `names`, and of the block."""
