@@ -1,6 +1,5 @@
-// The parameter structs: one per pass, passed to its kernels by value. The host writes them as one
-// NumPy structured scalar (cupy_flash/backends/cuda/params.py); every field has eight bytes, so no
-// compiler puts holes between them.
+// The parameter structs: one per pass, passed to its kernels by value. This is their definition: the
+// host reads it (cupy_flash/backends/cuda/structs.py), as far as structs of fields alone go.
 #pragma once
 
 #include "base.cuh"
@@ -52,11 +51,5 @@ struct BackwardParams : Params {
   uint64 dq_sums;                    // [batch, heads_k, tiles, Br * d] in the order of registers
   int64 Nbias_q, Nbias_k, batch_bias, heads_bias;
 };
-
-static_assert(sizeof(Tensor) == 48, "Tensor must have 6 fields of 8 bytes");
-static_assert(sizeof(Params) == 8 * 48 + 19 * 8, "Params must have no holes");
-static_assert(sizeof(ForwardParams) == sizeof(Params) + 4 * 8, "ForwardParams must have no holes");
-static_assert(sizeof(BackwardParams) == sizeof(Params) + 6 * 48 + 7 * 8,
-              "BackwardParams must have no holes");
 
 }  // namespace cf

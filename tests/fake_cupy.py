@@ -9,7 +9,7 @@ from cupy.cuda import MemoryPointer, UnownedMemory
 from cupy_flash import device
 from cupy_flash.backends.cuda import compile as compiled
 from cupy_flash.backends.cuda import launch
-from cupy_flash.backends.cuda.params import PARAMS
+from cupy_flash.backends.cuda.structs import structs
 from cupy_flash.backends.cuda.unit import kernel_named
 from cupy_flash.device import GpuDevice
 
@@ -48,7 +48,7 @@ def pretended_gpu(monkeypatch, gpu=H200):
     def function(number, name, text, smem_bytes, target):
         def run(grid, block, arguments, shared):
             (argument,) = arguments
-            dtype = PARAMS[kernel_named(name).params]
+            dtype = structs()[kernel_named(name).params]
             records.append((name, grid, block, np.array(argument.words).view(dtype)[0], shared))
         return run
 

@@ -10,11 +10,13 @@ from cuda_on_cpu import harness
 from cuda_on_cpu.harness import COMPILER
 from units import SMEM
 
-from cupy_flash.backends.cuda.params import Tensor, _tensor
+from cupy_flash.backends.cuda.params import _tensor
+from cupy_flash.backends.cuda.structs import structs
 from cupy_flash.backends.cuda.unit import ELEMENTS, PRECISIONS
 
 # The largest difference in units of the largest product: the operands are exact but in TF32.
 LIMIT = {"float16": 1e-6, "bfloat16": 1e-6, "tf32": 2e-3, "tf32x3": 1e-6, "float64": 1e-15}
+Tensor = structs()["Tensor"]
 Params = np.dtype([("a", Tensor), ("b", Tensor), ("a_t", Tensor), ("b_t", Tensor), ("out", "u8"),
                    ("vector_bytes", "i8")])
 TEXT = """\

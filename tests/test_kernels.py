@@ -7,7 +7,7 @@ from test_hopper import HOPPER
 from test_plan_cuda import H200, problem
 
 from cupy_flash import device
-from cupy_flash.backends.cuda.params import PARAMS
+from cupy_flash.backends.cuda.structs import structs
 from cupy_flash.backends.cuda.unit import kernel_named
 from cupy_flash.plan import make_plan, tuned
 from cupy_flash.plan.cuda import KERNELS, kernel_of
@@ -32,8 +32,8 @@ def entries(direction, p, gpu):
 def test_a_record_is_complete():
     assert len({kernel.entry for kernel in KERNELS}) == len(KERNELS)
     for kernel in KERNELS:
-        assert kernel.params in PARAMS and kernel_of(kernel.entry) is kernel
-        assert {f"{name}_map" for name in kernel.maps} <= set(PARAMS[kernel.params].names)
+        assert kernel.params in structs() and kernel_of(kernel.entry) is kernel
+        assert {f"{name}_map" for name in kernel.maps} <= set(structs()[kernel.params].names)
         assert kernel_named(f"{kernel.entry}_bfloat16_d64") is kernel
     assert {kernel.family for kernel in CANDIDATES} == set(FAMILIES)
 

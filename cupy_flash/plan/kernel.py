@@ -63,7 +63,7 @@ class Kernel:
     header : str
         The file that has the function.
     params : str
-        The struct that it takes, one of `backends.cuda.params.PARAMS`.
+        The struct that it takes, one of `backends.cuda.structs`.
     grid : {"tasks", "resident", "one task a block"}
         What a block does.
     target : str

@@ -38,7 +38,7 @@ FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-U_FOR
          "-ffp-contract=off", "-fvisibility=hidden", "-fno-gnu-unique")
 NAN_BYTE = 0xFF
 FAULTS = {1: "its threads wait for each other", 2: "it used memory that is not there",
-          3: "params.py and params.cuh differ in size"}
+          3: "structs.py and the compiler differ in the size of its parameters"}
 SAME_NAME = 4
 _jobs = ThreadPoolExecutor(2)
 

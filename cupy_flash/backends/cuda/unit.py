@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from ...plan.cuda import KERNELS, kernel_of
 from . import source
-from .params import PARAMS
+from .structs import structs
 
 ELEMENTS = {"float16": "cf::half_t", "bfloat16": "cf::bfloat16_t", "float32": "float",
             "float64": "double"}
@@ -29,7 +29,7 @@ static_assert(cf::{traits}<Config>::threads == {threads},
 static_assert(cf::{traits}<Config>::smem_bytes == {smem_bytes},
               "the planner and the kernel disagree on the shared memory of a block");
 static_assert(sizeof(cf::{params}) == {size},
-              "params.py and params.cuh disagree on the size of {params}");
+              "structs.py and the compiler disagree on the size of {params}");
 extern "C" __global__ void __launch_bounds__(32 * Config::warps{blocks})
 {name}(const __grid_constant__ cf::{params} p) {{
   cf::{entry}<Config>(p);
@@ -83,7 +83,7 @@ def name_of(entry, config):
 
 def params_bytes(entry):
     """What a kernel takes of the struct that is packed for a plan: all of it, or its beginning."""
-    return PARAMS[kernel_of(entry).params].itemsize
+    return structs()[kernel_of(entry).params].itemsize
 
 
 def headers_of(kernels):
