@@ -1,5 +1,5 @@
-// The parameter structs: one per pass, passed to its kernels by value. This is their definition: the
-// host reads it (cupy_flash/backends/cuda/structs.py), as far as structs of fields alone go.
+// The parameter structs: one per pass, passed to its kernels by value. The host reads them from here
+// (cupy_flash/backends/cuda/structs.py), so a struct has nothing but fields.
 #pragma once
 
 #include "base.cuh"
