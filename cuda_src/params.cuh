@@ -1,5 +1,5 @@
-// The parameter structs: one per pass, passed to its kernels by value. The host reads them from here
-// (cupy_flash/backends/cuda/structs.py), so a struct has nothing but fields.
+// The parameter structs: one per pass, passed to its kernels by value. The host reads them here
+// (cupy_flash/backends/cuda/structs.py), so that a struct has nothing but fields.
 #pragma once
 
 #include "base.cuh"

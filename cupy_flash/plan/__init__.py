@@ -5,14 +5,14 @@ from contextvars import ContextVar
 from dataclasses import fields, replace
 from functools import lru_cache
 
-from . import cpu, cuda
+from . import cpu
 from .types import Buffer, CpuConfig, CudaConfig, Launch, Plan
 
 __all__ = ["Buffer", "CpuConfig", "CudaConfig", "Launch", "Plan", "make_plan", "tuned"]
 
-_CPU_DEFAULT, _CUDA_DEFAULT = CpuConfig(), cuda.Tuning()
-_CPU = ContextVar("cupy_flash_cpu", default=_CPU_DEFAULT)
-_CUDA = ContextVar("cupy_flash_cuda", default=_CUDA_DEFAULT)
+_DEFAULT = CpuConfig()
+_CPU = ContextVar("cupy_flash_cpu", default=_DEFAULT)
+_CUDA = ContextVar("cupy_flash_cuda", default=None)      # a `cuda.Tuning`; None: the usual one
 
 
 def make_plan(direction, problem, device):
@@ -24,6 +24,9 @@ def make_plan(direction, problem, device):
 
 @lru_cache(maxsize=4096)
 def _cuda_plan(direction, problem, device, tuning):
+    from . import cuda  # only now: `import cupy_flash` loads no tables
+
+    tuning = tuning or cuda.Tuning()
     planner = cuda.plan_forward if direction == "forward" else cuda.plan_backward
     return planner(problem, device, tuning)
 
@@ -37,11 +40,12 @@ def _cpu_plan(direction, problem, device, config):
 @contextmanager
 def tuned(**changes):
     """Within the context, plans are made with these fields of `CpuConfig` and of `cuda.Tuning`."""
-    settings = {}
-    for variable in (_CPU, _CUDA):
-        names = {field.name for field in fields(variable.get())} & changes.keys()
-        own = {name: changes.pop(name) for name in names}
-        settings[variable] = replace(variable.get(), **own)
+    from . import cuda
+
+    settings = {_CPU: _CPU.get(), _CUDA: _CUDA.get() or cuda.Tuning()}
+    for variable, value in settings.items():
+        names = {field.name for field in fields(value)} & changes.keys()
+        settings[variable] = replace(value, **{name: changes.pop(name) for name in names})
     if changes:
         raise TypeError(f"plans have no settings {', '.join(changes)}")
     tokens = [(variable, variable.set(value)) for variable, value in settings.items()]
