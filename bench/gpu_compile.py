@@ -6,10 +6,12 @@ from multiprocessing import get_context
 
 
 def units_of(plan):
-    """(name, text) of each kernel of a plan."""
+    """(name, text, target) of each kernel of a plan."""
     from cupy_flash.backends.cuda.unit import unit
+    from cupy_flash.plan.cuda import kernel_of
 
-    return [unit(one.entry, one.config, one.smem_bytes) for one in plan.launches]
+    return [(*unit(one.entry, one.config, one.smem_bytes), kernel_of(one.entry).target)
+            for one in plan.launches]
 
 
 def compile_one(unit):

@@ -63,9 +63,9 @@ def first_call(dtype, precision, d):
     context = time.perf_counter() - start
     kernels, load = {}, compiled._load
 
-    def timed(name, text):
+    def timed(name, text, target):
         before = time.perf_counter()
-        kernel = load(name, text)
+        kernel = load(name, text, target)
         kernels[name] = round(time.perf_counter() - before, 3)
         return kernel
 

@@ -8,9 +8,9 @@ from cupy_flash import device
 
 
 @cache
-def _without_wgmma(number):
+def _portable(number):
     """The GPU as if it had only what every GPU has."""
-    return replace(device.gpu(number), wgmma=False)
+    return replace(device.gpu(number), targets=())
 
 
 @contextmanager
@@ -18,8 +18,8 @@ def device_of(portable):
     """Within the context, `portable` plans are made without the kernels of one GPU alone."""
     original = device.gpu
     if portable:
-        _without_wgmma(0)               # while `gpu` is still the original
-        device.gpu = _without_wgmma
+        _portable(0)               # while `gpu` is still the original
+        device.gpu = _portable
     try:
         yield
     finally:

@@ -1,6 +1,5 @@
-// The parameter structs: one per pass, passed to its kernels by value. The host writes them as one
-// NumPy structured scalar (cupy_flash/backends/cuda/params.py); every field has eight bytes, so no
-// compiler puts holes between them.
+// The parameter structs: one per pass, passed to its kernels by value. The host reads them here
+// (cupy_flash/backends/cuda/structs.py), so that a struct has nothing but fields.
 #pragma once
 
 #include "base.cuh"
@@ -55,11 +54,5 @@ struct BackwardParams : Params {
   uint64 dk_sums, dv_sums;           // [row_splits, batch, heads_k, Nk, d or d_v]
   uint64 normalisers;                // [batch, heads_q, Nq, 2], see tile/normaliser.cuh, or absent
 };
-
-static_assert(sizeof(Tensor) == 48, "Tensor must have 6 fields of 8 bytes");
-static_assert(sizeof(Params) == 8 * 48 + 19 * 8, "Params must have no holes");
-static_assert(sizeof(ForwardParams) == sizeof(Params) + 5 * 8, "ForwardParams must have no holes");
-static_assert(sizeof(BackwardParams) == sizeof(Params) + 6 * 48 + 12 * 8,
-              "BackwardParams must have no holes");
 
 }  // namespace cf

@@ -20,6 +20,14 @@ enum class Layout { row, col };
 
 namespace cf::ptx {
 
+// Where the threads of the block or of the warp meet. Each barrier, wait and fence has a name, by
+// which tests leave it out; the machine code knows nothing of it. A kernel has one of each name,
+// but for the barriers of a ring, whose name is the ring's wherever it is waited for.
+CF_DEVICE void sync_block(const char*) { __syncthreads(); }
+CF_DEVICE void sync_warp(const char*) { __syncwarp(); }
+// Whether any thread of the block says yes.
+CF_DEVICE bool sync_block_or(bool yes, const char*) { return __syncthreads_or(yes); }
+
 CF_DEVICE float half_to_float(uint16 x) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));

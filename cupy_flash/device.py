@@ -53,8 +53,10 @@ class GpuDevice:
         Bytes of shared memory that a block can have.
     kind : str
         ``"cuda"``.
-    wgmma : bool
-        Whether it has the instructions of sm_90a and NVRTC can be told to use them.
+    targets : tuple of str
+        Architectures whose special instructions it has and NVRTC can be told to use: ``("90a",)``.
+    family : str
+        The family of kernels that ``$CUPY_FLASH_KERNELS`` asks for; ``""``: the planner chooses.
     """
 
     number: int
@@ -63,10 +65,12 @@ class GpuDevice:
     sms: int
     smem: int
     kind: str = "cuda"
-    wgmma: bool = False
+    targets: tuple[str, ...] = ()
+    family: str = ""
 
     def __str__(self):
-        return f"{self.kind} {self.number}, {self.name}, sm_{self.arch}, {self.sms} multiprocessors"
+        text = f"{self.kind} {self.number}, {self.name}, sm_{self.arch}, {self.sms} multiprocessors"
+        return text + (f", CUPY_FLASH_KERNELS={self.family}" if self.family else "")
 
 
 @cache
@@ -94,9 +98,10 @@ def gpu(number):
             f"need {OLDEST_GPU / 10:.1f} or newer; pass NumPy arrays (cupy.asnumpy(x)) to compute "
             "on the CPU")
     # CuPy asks for sm_90: an option of ours for sm_90a is a second one, which older NVRTC rejects.
-    wgmma = arch == 90 and nvrtc.getVersion() >= (12, 9)
+    targets = (f"{arch}a",) if arch >= 90 and nvrtc.getVersion() >= (12, 9) else ()
     return GpuDevice(number, name, arch, properties["multiProcessorCount"],
-                     properties["sharedMemPerBlockOptin"], wgmma=wgmma)
+                     properties["sharedMemPerBlockOptin"], targets=targets,
+                     family=os.environ.get("CUPY_FLASH_KERNELS", ""))
 
 
 def of(number):

@@ -9,7 +9,8 @@ from cupy.cuda import MemoryPointer, UnownedMemory
 from cupy_flash import device
 from cupy_flash.backends.cuda import compile as compiled
 from cupy_flash.backends.cuda import launch
-from cupy_flash.backends.cuda.params import PARAMS, HopperForwardParams
+from cupy_flash.backends.cuda.structs import structs
+from cupy_flash.backends.cuda.unit import kernel_named
 from cupy_flash.device import GpuDevice
 
 H200 = GpuDevice(0, "a pretended H200", 90, 132, 227 * 1024)
@@ -44,11 +45,10 @@ def pretended_gpu(monkeypatch, gpu=H200):
     """Within the context CuPy arrays go to a GPU that records what it is asked to do."""
     records = Launches()
 
-    def function(number, name, text, smem_bytes):
+    def function(number, name, text, smem_bytes, target):
         def run(grid, block, arguments, shared):
             (argument,) = arguments
-            direction = "forward" if name.startswith(("forward", "combine")) else "backward"
-            dtype = HopperForwardParams if name.startswith("hopper_forward") else PARAMS[direction]
+            dtype = structs()[kernel_named(name).params]
             records.append((name, grid, block, np.array(argument.words).view(dtype)[0], shared))
         return run
 

@@ -31,13 +31,13 @@ CF_DEVICE void fragments(const FragmentsParams& p) {
   copy_tile<Config, 16, 16, across>(a_t, p.a_t, p.a_t.address, 0, 0, 16, 16, 1, p.vector_bytes);
   copy_tile<Config, 16, 16, across>(b_t, p.b_t, p.b_t.address, 0, 0, 16, 16, 1, p.vector_bytes);
   ptx::close_copies();
-  ptx::wait_for_copies<1>();
+  ptx::wait_for_copies<1>("first_copied");
   round_tile<Config, 16, 16, along>(a);
   round_tile<Config, 16, 16, along>(b);
-  ptx::wait_for_copies<0>();
+  ptx::wait_for_copies<0>("second_copied");
   round_tile<Config, 16, 16, across>(a_t);
   round_tile<Config, 16, 16, across>(b_t);
-  __syncthreads();
+  ptx::sync_block("tiles_ready");
   const ReaderA<Config, Layout::row, along> A(a);
   const ReaderB<Config, Layout::col, along> B(b);
   const ReaderA<Config, Layout::col, across> A_t(a_t);

@@ -47,8 +47,8 @@ def ptx(text, arch):
     return _compile(text, (f"-arch=compute_{arch}",), "PTX")[0].decode()
 
 
-def compile(text, arch):
-    """Compile a unit.
+def compile(text, arch, folder=None):
+    """Compile a unit, with the sources in a folder; without one, those of the package.
 
     Returns
     -------
@@ -57,14 +57,14 @@ def compile(text, arch):
     log : str
         What the compiler and ptxas say.
     """
-    return _compile(text, (f"-arch=sm_{arch}", "--ptxas-options=-v"), "CUBIN")
+    return _compile(text, (f"-arch=sm_{arch}", "--ptxas-options=-v"), "CUBIN", folder)
 
 
-def _compile(text, options, product):
+def _compile(text, options, product, folder=None):
     nvrtc, program = _library(), ctypes.c_void_p()
     _done(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"unit.cu", 0, None, None))
     try:
-        words = [*OPTIONS, *options, f"-I{source.folder()}"]
+        words = [*OPTIONS, *options, f"-I{folder or source.folder()}"]
         given = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
         failed = nvrtc.nvrtcCompileProgram(program, len(words), given)
         log = _read(program, "ProgramLog").rstrip(b"\0").decode()

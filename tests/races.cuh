@@ -37,15 +37,15 @@ CF_DEVICE void exchange_words(const Part& part) {
   part.write();
   switch (part.p.number) {
     case 0: part.read(other); break;
-    case 1: __syncthreads(); part.read(other); break;
-    case 2: __syncwarp(); part.read(other); break;
+    case 1: ptx::sync_block("block"); part.read(other); break;
+    case 2: ptx::sync_warp("warp"); part.read(other); break;
     case 3: part.read(next); break;
-    case 4: __syncwarp(); part.read(next); break;
+    case 4: ptx::sync_warp("warp"); part.read(next); break;
     case 5: __shfl_xor_sync(0xFFFFFFFF, other, 1); part.read(next); break;
-    case 6: ptx::barrier(1, 64); part.read(other); break;
-    case 7: ptx::barrier(1 + part.me / 32, 32); part.read(other); break;
-    case 8: __syncthreads(); part.load_rows(other); part.write(); break;
-    case 9: __syncthreads(); part.load_rows(part.me); part.write(); break;
+    case 6: ptx::barrier(1, 64, "both warps"); part.read(other); break;
+    case 7: ptx::barrier(1 + part.me / 32, 32, "a warp"); part.read(other); break;
+    case 8: ptx::sync_block("block"); part.load_rows(other); part.write(); break;
+    case 9: ptx::sync_block("block"); part.load_rows(part.me); part.write(); break;
   }
 }
 
@@ -53,9 +53,9 @@ CF_DEVICE void copy_words(const Part& part) {
   const int other = part.me ^ 32;
   part.copy();
   switch (part.p.number) {
-    case 10: ptx::wait_for_copies<0>(); __syncthreads(); part.read(other); break;
-    case 11: ptx::wait_for_copies<0>(); part.read(other); break;
-    case 12: __syncthreads(); part.load_rows(other); break;
+    case 10: ptx::wait_for_copies<0>("copied"); ptx::sync_block("block"); part.read(other); break;
+    case 11: ptx::wait_for_copies<0>("copied"); part.read(other); break;
+    case 12: ptx::sync_block("block"); part.load_rows(other); break;
     case 13: part.read(part.me); break;
   }
 }
@@ -64,13 +64,13 @@ CF_DEVICE void copy_words(const Part& part) {
 CF_DEVICE void hand_over(const Part& part) {
   const bool gives = part.first_warp();
   if (part.me == 0) ptx::barrier_init(part.barrier(), 32);
-  __syncthreads();
+  ptx::sync_block("block");
   const auto give = [&](const auto& arrive) { part.write(); arrive(); };
   const auto take = [&](const auto& wait) { wait(); part.read(part.me ^ 32); };
   const auto arrive = [&] { ptx::barrier_arrive(part.barrier()); };
   const auto wait = [&] { ptx::barrier_wait(part.barrier(), 0, "handed over"); };
   const auto arrive_numbered = [&] { ptx::named_barrier_arrive(1, 64); };
-  const auto wait_numbered = [&] { ptx::named_barrier_wait(1, 64); };
+  const auto wait_numbered = [&] { ptx::named_barrier_wait(1, 64, "met"); };
   switch (part.p.number) {
     case 14: gives ? give(arrive) : take(wait); break;
     case 15: gives ? give(arrive) : take([] {}); break;

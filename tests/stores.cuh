@@ -20,8 +20,8 @@ CF_DEVICE void store_rows(const StoreParams& p) {
   const SmemAddress place = ptx::smem_address(memory);
   const int lane = int(threadIdx.x), column0 = lane % 4 * 2;
   for (int panel = 0; panel < columns / PANEL; ++panel) {
-    if (lane == 0) ptx::stores_read<0>();
-    __syncwarp();
+    if (lane == 0) ptx::stores_read<0>("panel_read");
+    ptx::sync_warp("place_free");
     for (int chunk = 0; chunk < 8; chunk += 2) {
       uint32 x[4];
       for (int m = 0; m < 4; ++m) {
@@ -32,14 +32,14 @@ CF_DEVICE void store_rows(const StoreParams& p) {
       const int own = (chunk + lane / 16) ^ lane % 8;
       ptx::store_matrices(place + lane % 16 * PANEL_ROW_BYTES + own * 16, x);
     }
-    ptx::fence_async_reads();
-    __syncwarp();
+    ptx::fence_async_reads("panel_fenced");
+    ptx::sync_warp("panel_written");
     if (lane == 0) {
       ptx::store_box(p.map, place, panel * PANEL, 0, 0, 0);
       ptx::stores_commit();
     }
   }
-  if (lane == 0) ptx::stores_read<0>();
+  if (lane == 0) ptx::stores_read<0>("last_panel_read");
 }
 
 }  // namespace cf

@@ -30,7 +30,7 @@ from speed_lines import (  # noqa: E402
 )
 from speed_table import summaries, table  # noqa: E402
 
-HOPPER = device.GpuDevice(0, "a pretended H200", 90, 132, 227 * 1024, wgmma=True)
+HOPPER = device.GpuDevice(0, "a pretended H200", 90, 132, 227 * 1024, targets=("90a",))
 
 
 def cell(direction="forward", **changes):
@@ -250,18 +250,18 @@ def test_reasons_are_short_and_belong_to_no_machine():
     assert len(reason(ValueError("x" * 1000))) == 240
 
 
-def test_portable_cells_are_planned_without_wgmma(monkeypatch):
-    from speed_device import _without_wgmma, device_of
+def test_portable_cells_are_planned_without_what_one_gpu_has(monkeypatch):
+    from speed_device import _portable, device_of
 
     monkeypatch.setattr(device, "gpu", lambda number: HOPPER)
-    _without_wgmma.cache_clear()
+    _portable.cache_clear()
     ours, portable = (select([family])[0] for family in ("16-bit", "portable"))
     assert portable.name == f"{ours.name}-portable" and portable.problem == ours.problem
-    for cell, wgmma in ((ours, True), (portable, False), (ours, True)):
+    for cell, targets in ((ours, ("90a",)), (portable, ()), (ours, ("90a",))):
         with device_of(cell.portable):
-            assert device.gpu(0).wgmma is wgmma
+            assert device.gpu(0).targets == targets
             assert device.gpu(0) is device.gpu(0)
-    _without_wgmma.cache_clear()
+    _portable.cache_clear()
 
 
 def test_the_kernels_of_every_family_and_of_drawn_problems_are_known(monkeypatch):

@@ -6,7 +6,7 @@ import nvrtc
 import pytest
 import units
 
-from cupy_flash.plan.cuda_tiles import TILES
+from cupy_flash.plan.cuda_tiles import KERNELS
 
 MORE_REGISTERS = 8
 MOST_SPILLED = 448          # bytes; paid outside the innermost loops, most by 3xTF32 with features
@@ -66,7 +66,8 @@ def test_complaints_are_made(table):
 def test_the_sample_has_every_row_and_every_architecture():
     sample = units.sample()
     assert {one.arch for one in sample} == set(units.SMEM)
-    tiles = {f"_{tile.Br}x{tile.Bc}" for rows in TILES.values() for tile in rows}
+    tiles = {f"_{tile.Br}x{tile.Bc}" for kernel in KERNELS for rows in kernel.rows.values()
+             for tile in rows}
     names = [one.name for one in sample]
     assert all(any(tile in name for name in names) for tile in tiles)
     assert any(name.endswith("_features") for name in names)

@@ -1,6 +1,5 @@
 """The CUDA backend up to the launch, on CuPy arrays over host memory; no GPU is needed."""
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from operator import ne
@@ -15,10 +14,11 @@ from fake_cupy import H200, fake
 import cupy_flash as cf
 from cupy_flash import arrays, bind, device
 from cupy_flash.axes import four_axes
-from cupy_flash.backends.cuda import launch, params, source
-from cupy_flash.backends.cuda.unit import ENTRIES, headers_of, unit
+from cupy_flash.backends.cuda import launch, params, source, structs
+from cupy_flash.backends.cuda.unit import headers_of, unit
 from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.plan import make_plan
+from cupy_flash.plan.cuda import kernel_of
 
 SOME = [case for case in CASES if case.dtype in ("bfloat16", "float64") or case.precision]
 
@@ -30,24 +30,22 @@ def move(x):
     return type(x)(*(fake(a) for a in x[:-1]), options)
 
 
-def header_fields():
-    """(struct, fields) of params.cuh: names in the order of their declarations."""
-    text = (source.folder() / "params.cuh").read_text()
-    text = re.sub(r"//.*", "", text)
-    for name, body in re.findall(r"struct (\w+)[^{;]*\{(.*?)\};", text, re.DOTALL):
-        yield name, [(kind, field) for kind, fields in re.findall(r"(\w+) ([\w, ]+);", body)
-                     for field in re.split(r",\s*", fields)]
-
-
-def test_structs_are_those_of_the_header():
-    header = dict(header_fields())
-    kinds = {"uint64": "u8", "int64": "i8", "double": "f8", "Tensor": params.Tensor}
-    for name, base in (("Tensor", []), ("ForwardParams", header["Params"]),
-                       ("BackwardParams", header["Params"])):
-        dtype = getattr(params, name)
-        fields = [(field, np.dtype(kinds[kind])) for kind, field in base + header[name]]
-        assert [(field, dtype[field]) for field in dtype.names] == fields
-        assert dtype.itemsize == sum(kind.itemsize for _, kind in fields)
+def test_structs_are_laid_out_as_a_compiler_does():
+    """Sizes are compared in each unit; here the places of a few fields, by C++'s rules."""
+    found = structs.structs()
+    places = {name: {field: place for field, (_, place, *_) in dtype.fields.items()}
+              for name, dtype in found.items()}
+    assert places["Tensor"] == dict(zip(("address", "b", "h", "n", "c", "kind"),
+                                        range(0, 48, 8), strict=True))
+    assert places["ForwardParams"]["l_partial"] == found["ForwardParams"].itemsize - 8
+    hopper, behind = places["HopperForwardParams"], found["ForwardParams"].itemsize
+    assert hopper["pack"] == behind and hopper["most"] == behind + 28
+    for name in ("HopperForwardParams", "HopperBackwardParams"):
+        maps = [place for field, place in places[name].items() if field.endswith("_map")]
+        assert maps[0] % 64 == 0 and maps == [*range(maps[0], found[name].itemsize, 128)]
+        base = found[name.removeprefix("Hopper")]
+        assert {field: places[name][field] for field in base.names} == places[
+            name.removeprefix("Hopper")]
 
 
 def test_the_unit_is_names_and_numbers():
@@ -55,7 +53,7 @@ def test_the_unit_is_names_and_numbers():
     for direction in ("forward", "backward"):
         for one in make_plan(direction, problem, H200).launches:
             name, text = unit(one.entry, one.config, one.smem_bytes)
-            header = ENTRIES[one.entry][0]
+            header = kernel_of(one.entry).header
             assert text.startswith(f"// sources sha256: {source.digest('base.cuh', header)}\n")
             assert f'#include "{header}"' in text and text.count(f"{name}(") == 1
             assert headers_of([name]) == ("base.cuh", header)

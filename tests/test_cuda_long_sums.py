@@ -19,7 +19,7 @@ from cupy_flash.plan.cuda_registers import Row
 from cupy_flash.problem import UNLIMITED, Mask, Problem
 
 PIECE = 64
-HOPPER = GpuDevice(0, "a pretended H200", 90, 132, 227 * 1024, wgmma=True)
+HOPPER = GpuDevice(0, "a pretended H200", 90, 132, 227 * 1024, targets=("90a",))
 CASES = {
     "plain": {},
     "gqa-causal": {"Hq": 4, "causal": True},

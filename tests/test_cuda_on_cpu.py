@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import cupy_flash as cf
 from cupy_flash import plan
-from cupy_flash.plan import cuda as cuda_planner
+from cupy_flash.plan import tuned
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 
@@ -294,13 +294,13 @@ def test_nothing_to_see(sizes):
 @pytest.mark.parametrize("options", [
     {}, {"causal": True}, {"kv_lens": (100, 40)}, {"kv_lens": (133, 0)},
 ], ids=str)
-def test_splits(kind, options, monkeypatch):
-    monkeypatch.setattr(cuda_planner, "SPLIT_KEYS", 32)
+def test_splits(kind, options):
     dtype, precision = KINDS[kind]
     x = inputs(Case("splits", Nq=3, Nk=133, B=2, Hq=2, Hk=1, d=20, d_v=36, dtype=dtype,
                     precision=precision, **options))
     fibers = Fibers(sms=64)
-    got = fibers.forward(x.q, x.k, x.v, out_dtype=wide(x), **x.options)
+    with tuned(split_keys=32):
+        got = fibers.forward(x.q, x.k, x.v, out_dtype=wide(x), **x.options)
     assert "combine" in fibers.barriers
     # A split's rows have a reference of their own, so that in bfloat16 all of P is rounded anew.
     assert_same("splits", kind, got, on_cpu(x)[:2], 10 if kind == "bfloat16" else 1)

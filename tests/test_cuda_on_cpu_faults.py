@@ -9,14 +9,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cases import Case, inputs
+from cuda_on_cpu import harness
 from cuda_on_cpu.harness import COMPILER, HERE, Fibers, KernelError
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 
 SEEDS = range(1, 13)
-# As many barriers as the sources have, by the kernel that reaches them; `find_where` in product.cuh
-# is in three of them.
-BARRIERS = {"forward": 9, "backward_dkdv": 5, "backward_dq": 10, "dbias": 6}
+# The barriers of each kernel.
+BARRIERS = {
+    "forward": {"numbers_written", "tiles_loaded", "scores_written", "scores_finished",
+                "seen_found", "P_written", "V_read", "l_written", "memory_free"},
+    "backward_dkdv": {"numbers_written", "lse_loaded", "tiles_loaded", "products_written",
+                      "gradients_written"},
+    "backward_dq": {"numbers_written", "lse_loaded", "tiles_loaded", "products_written",
+                    "dS_written", "seen_found", "K_cleaned", "tiles_read", "factors_written",
+                    "memory_free"},
+    "dbias": {"rows_read", "lse_loaded", "tiles_loaded", "products_written", "sums_written",
+              "sums_read"},
+}
 
 
 def call(dtype, fibers):
@@ -24,7 +34,7 @@ def call(dtype, fibers):
     x, out, lse = problem(dtype)
     results = {"forward": attempt(lambda: fibers.forward(x.q, x.k, x.v, **x.options))}
     for entry, which in (("backward_dkdv", (1, 2)), ("backward_dq", (0,)), ("dbias", (3,))):
-        fibers.only = {"delta", entry}
+        fibers.only = {"normalise", "delta", entry}
         g = attempt(lambda: fibers.backward(x.dout, x.q, x.k, x.v, out, lse, **x.options))
         results[entry] = g and [g[i] for i in which]
     return results
@@ -51,15 +61,36 @@ def problem(dtype):
 
 @cache
 def right(dtype):
-    """What the kernels return, and the barriers that each of them reaches."""
+    """What the kernels return, and the names of the barriers that each of them reaches."""
     fibers = Fibers(grid=1)
     return call(dtype, fibers), fibers.barriers
 
 
 def test_every_barrier_is_known():
     _, barriers = right("float32")
-    assert {entry: len(barriers[entry]) for entry in BARRIERS} == BARRIERS
+    assert {entry: set(barriers[entry]) for entry in BARRIERS} == BARRIERS
     assert not barriers["delta"]
+
+
+DOUBLED = """\
+#include "ptx.cuh"
+struct Params {{ int x; }};
+extern "C" __global__ void twice(Params p) {{
+  cf::ptx::sync_block("first");
+  cf::ptx::sync_block("{second}");
+}}
+"""
+
+
+@pytest.mark.parametrize("second, code, names", [
+    ("second", 0, b"first\nsecond\n"), ("first", harness.SAME_NAME, b"first\n")])
+def test_two_barriers_of_one_name_are_refused(second, code, names):
+    path = harness.compile_unit(f"twice_{second}", DOUBLED.format(second=second), "twice", "Params",
+                                ("-O1",))
+    library = harness._load(path)
+    params = np.zeros(1, np.int32)
+    assert library.run(params.ctypes.data, params.nbytes, 1, 64, 64, 1, b"", 0) == code
+    assert library.barriers() == names
 
 
 def unseen(dtype):

@@ -19,13 +19,15 @@ from test_cuda_on_cpu import (
 
 import cupy_flash as cf
 from cupy_flash import plan
-from cupy_flash.plan import cuda as cuda_planner
+from cupy_flash.plan import tuned
 from cupy_flash.plan.cuda_registers import Row
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 
 # Waits and barriers of the kernel.
-PLACES = 13
+WAITS = {"Q_copied", "Q_ready", "K_copied", "K_ready", "V_copied", "V_ready", "V_ready_and_moves",
+         "other_part_said", "other_P_written", "half_staged", "half_stored", "rows_staged",
+         "memory_free"}
 # Two warps of 16 rows each; a fragment of keys.
 SMALL = Row(32, 16, 2, 256, "of a test")
 # Two warps on each 16 rows.
@@ -253,13 +255,13 @@ def test_rows_that_see_nothing_beside_nan(kind):
 @pytest.mark.parametrize("options", [
     {}, {"causal": True}, {"kv_lens": (100, 40)}, {"kv_lens": (133, 0)},
 ], ids=str)
-def test_splits(kind, options, monkeypatch):
-    monkeypatch.setattr(cuda_planner, "SPLIT_KEYS", 32)
+def test_splits(kind, options):
     dtype, precision = KINDS[kind]
     x = inputs(Case("splits", Nq=3, Nk=133, B=2, Hq=2, Hk=1, d=20, d_v=36, dtype=dtype,
                     precision=precision, **options))
     gpu = fibers(sms=64)
-    got = gpu.forward(x.q, x.k, x.v, out_dtype=wide(x), **x.options)
+    with tuned(split_keys=32):
+        got = gpu.forward(x.q, x.k, x.v, out_dtype=wide(x), **x.options)
     assert {"forward_registers", "combine"} <= set(gpu.barriers)
     # A split's rows have a reference of their own, so that in bfloat16 all of P is rounded anew.
     assert_same("splits", kind, got, on_cpu(x), 10 if kind == "bfloat16" else 1)
@@ -294,7 +296,7 @@ FAULTY = (("bfloat16", KEEPING, None), ("float16", PAIRS, None), ("tf32", SMALL,
 
 
 def results(kind, row, out_dtype, **options):
-    """What the kernel writes, or None if it did not come to its end; the places of its waits."""
+    """What the kernel writes, or None if it did not come to its end; the names of its waits."""
     dtype, precision = KINDS[kind]
     x = inputs(Case("waits", Nq=75, Nk=69, B=2, Hq=2, Hk=1, d=20, d_v=20, scale=3.0, dtype=dtype,
                     precision=precision, kv_lens=(69, 0)))
@@ -311,10 +313,10 @@ def test_every_barrier_and_wait_is_needed():
     left = set()
     for faulty in FAULTY:
         left |= set(results(*faulty)[1])
-    assert len(left) == PLACES
+    assert left == WAITS
     for faulty in FAULTY:
-        want, places = results(*faulty)
-        for place in left & set(places):
-            if any(results(*faulty, seed=seed, skip=place)[0] != want for seed in range(1, 7)):
-                left.discard(place)
+        want, names = results(*faulty)
+        for name in left & set(names):
+            if any(results(*faulty, seed=seed, skip=name)[0] != want for seed in range(1, 7)):
+                left.discard(name)
     assert left == set()

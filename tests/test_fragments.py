@@ -10,11 +10,13 @@ from cuda_on_cpu import harness
 from cuda_on_cpu.harness import COMPILER
 from units import SMEM
 
-from cupy_flash.backends.cuda.params import Tensor, _tensor
+from cupy_flash.backends.cuda.params import _tensor
+from cupy_flash.backends.cuda.structs import structs
 from cupy_flash.backends.cuda.unit import ELEMENTS, PRECISIONS
 
 # The largest difference in units of the largest product: the operands are exact but in TF32.
 LIMIT = {"float16": 1e-6, "bfloat16": 1e-6, "tf32": 2e-3, "tf32x3": 1e-6, "float64": 1e-15}
+Tensor = structs()["Tensor"]
 Params = np.dtype([("a", Tensor), ("b", Tensor), ("a_t", Tensor), ("b_t", Tensor), ("out", "u8"),
                    ("vector_bytes", "i8")])
 TEXT = """\
@@ -38,7 +40,7 @@ def text(kind):
 
 
 def products(kind, vector_bytes, skip="", diagonal=False):
-    """A, B and three times A B on fibers; the places of waits and barriers."""
+    """A, B and three times A B on fibers; the names of waits and barriers."""
     dtype = DTYPES[KINDS[kind][0]]
     rng = np.random.default_rng(7)
     a, b = (rng.standard_normal((16, 16)).astype(dtype) for _ in range(2))
@@ -77,10 +79,11 @@ def test_no_single_product_of_3xtf32_is_far_off():
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 def test_every_wait_is_needed():
     """In TF32 each group of copies is rounded behind the wait for it."""
-    *_, want, places = products("tf32", 16)
-    assert len(places) == 3             # the third is the barrier, which one warp does not need
-    for place in sorted(places)[:2]:
-        assert not np.array_equal(products("tf32", 16, place)[2], want), place
+    *_, want, names = products("tf32", 16)
+    waits = {"first_copied", "second_copied"}
+    assert set(names) == {*waits, "tiles_ready"}        # which one warp does not need
+    for name in waits:
+        assert not np.array_equal(products("tf32", 16, name)[2], want), name
 
 
 @pytest.mark.parametrize("arch", SMEM)

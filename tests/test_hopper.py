@@ -13,7 +13,7 @@ from cupy_flash.plan import cuda_hopper, make_plan
 from cupy_flash.plan.cuda_hopper import ROWS
 from cupy_flash.problem import UNLIMITED, Mask
 
-HOPPER = replace(H200, wgmma=True)
+HOPPER = replace(H200, targets=("90a",))
 # Bytes of spilled registers, of any compiler: at the ends of tiles, not in the loop over keys.
 SPILLED = {192: 192, 128: 64}
 WIDTHS = [(row.d, row.d_v) for row in ROWS] + [(80, 80), (96, 96)]
@@ -82,7 +82,7 @@ def test_results_by_pairs_or_one_by_one_compile_too(out_dtype, less):
 def test_results_are_stored_as_wide_as_rows_allow(d_v, out_dtype, row, narrow):
     out = ("out", (8, 4, 256, d_v), (1024 * row, 256 * row, row, 2), out_dtype, True)
     p = problem(d=64, d_v=d_v, out_dtype=out_dtype, layouts=(out,))
-    (config, *_), _ = cuda_hopper.choose(p, HOPPER)
+    config = cuda_hopper.FORWARD.offer(p, HOPPER).config
     assert dict(config.constants)["narrow"] == narrow
     assert cuda_hopper.tiled(config) == (narrow == 0 and out_dtype == "bfloat16")
 
@@ -157,8 +157,8 @@ def elf_of(code):
 
 @pytest.mark.parametrize("d, d_v", [*WIDTHS, (8, 8), (64, 128), (136, 64), (248, 8)])
 def test_every_head_dim_has_a_row_that_fits(d, d_v):
-    (config, smem, reason), obstacle = cuda_hopper.choose(problem(d=d, d_v=d_v), HOPPER)
-    assert obstacle is None and reason
+    config, smem, _, reason, _ = cuda_hopper.FORWARD.offer(problem(d=d, d_v=d_v), HOPPER)
+    assert reason
     assert smem == cuda_hopper.smem_bytes(config) <= HOPPER.smem
     assert config.warps == 4 * (config.Br // 64 + 1)
 
@@ -176,8 +176,8 @@ def test_every_head_dim_has_a_row_that_fits(d, d_v):
 ])
 def test_what_it_cannot_do_goes_elsewhere_and_is_said(changes, words):
     plan = make_plan("forward", problem(**changes), HOPPER)
-    assert "hopper_forward" not in str(plan)
-    assert not plan.launches or words in plan.launches[0].reason, plan
+    assert all(launch.entry != "hopper_forward" for launch in plan.launches)
+    assert plan.refusals[0].entry == "hopper_forward" and words in plan.refusals[0].reason
 
 
 @pytest.mark.parametrize("changes", [{"has_mask": True}, {"bias_shape": (1, 1, 1, 3000)}])
@@ -192,17 +192,19 @@ def test_bias_and_mask_are_read_beside_the_products(changes):
 
 
 def test_other_gpus_do_not_get_it():
-    assert "hopper" not in str(make_plan("forward", problem(), H200))
+    plan = make_plan("forward", problem(), H200)
+    assert plan.launches[0].entry == "forward_registers"
+    assert "not hopper_forward: it needs sm_90a" in str(plan)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_arrays_begin_on_borders(name):
-    (launch,) = make_plan("forward", problem(unaligned=("mask", name)), HOPPER).launches
-    assert launch.entry.startswith("forward")
-    assert f"{name} does not begin on a border of 16 bytes" in launch.reason
+    plan = make_plan("forward", problem(unaligned=("mask", name)), HOPPER)
+    assert plan.launches[0].entry == "forward_registers"
+    assert f"{name} does not begin on a border of 16 bytes" in plan.refusals[0].reason
     for changes in ({"unaligned": ("mask",)}, {"unaligned": (name,), "copied": (name,)}):
         (launch,) = make_plan("forward", problem(**changes), HOPPER).launches
-        assert launch.entry == "hopper_forward" and launch.resident
+        assert launch.entry == "hopper_forward"
 
 
 @pytest.mark.parametrize("N, mask, Br", [(1024, Mask(), 192), (1024, Mask(right=0), 128),
@@ -210,8 +212,8 @@ def test_arrays_begin_on_borders(name):
                                          (2048, Mask(right=0), 128), (8192, Mask(right=0), 192),
                                          (16384, Mask(right=0, q_offset=-16000), 128)])
 def test_short_rows_get_tiles_that_they_fill(N, mask, Br):
-    (config, *_), _ = cuda_hopper.choose(problem(Nq=N, Nk=N, mask=mask), HOPPER)
-    assert config.Br == Br
+    p = problem(Nq=N, Nk=N, mask=mask)
+    assert cuda_hopper.FORWARD.offer(p, HOPPER).config.Br == Br
 
 
 @pytest.mark.parametrize("group, Nq, pack", [(1, 50, 1), (4, 50, 4), (4, 128, 1), (4, 90, 4),

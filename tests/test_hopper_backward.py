@@ -7,7 +7,8 @@ from test_plan_cuda import H200
 
 from cupy_flash.backends.cuda.unit import unit
 from cupy_flash.plan import make_plan
-from cupy_flash.plan.cuda_hopper_backward import ROWS, obstacle_of
+from cupy_flash.plan.cuda import kernel_of
+from cupy_flash.plan.cuda_hopper_backward import KERNELS
 from cupy_flash.problem import Mask
 
 SPILLED = 32        # bytes, of any compiler
@@ -17,18 +18,19 @@ USUAL = {"d": 64, "d_v": 64, "dtype": "bfloat16", "out_dtype": "bfloat16"}
 def compiled(launch, lines=""):
     """The compiler's log of a launch's kernel."""
     _, text = unit(launch.entry, launch.config, launch.smem_bytes)
-    cubin, log = nvrtc.compile(lines + text, "90a" if "hopper" in launch.entry else 90)
+    cubin, log = nvrtc.compile(lines + text, kernel_of(launch.entry).target or 90)
     assert cubin is not None, log
     return cubin, log
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"d{row.d}")
-def test_every_row_compiles_as_it_is_meant(row, dtype):
+@pytest.mark.parametrize("entry, row", [(kernel.entry, row) for kernel in KERNELS
+                                        for row in kernel.rows], ids=str)
+def test_every_row_compiles_as_it_is_meant(entry, row, dtype):
     """No warning that products wait for each other or registers stay, next to nothing spilled."""
     p = problem(**USUAL | {"d": row.d, "d_v": row.d - 8, "dtype": dtype, "out_dtype": dtype})
     before, launch, behind = make_plan("backward", p, HOPPER).launches
-    assert (launch.entry, launch.config.Br, launch.config.Bc) == (row.entry, row.Br, row.Bc)
+    assert (launch.entry, launch.config.Br, launch.config.Bc) == (entry, row.Br, row.Bc)
     _, log = compiled(launch)
     assert "C75" not in log, log
     found = nvrtc.resources(log)
@@ -60,17 +62,18 @@ def layout(name, strides=(1 << 20, 1 << 18, 128, 2), dtype="bfloat16"):
 ])
 def test_what_it_cannot_do_is_said(changes, words):
     p = problem(**USUAL | changes)
-    assert words in obstacle_of(p, HOPPER)
-    launches = make_plan("backward", p, HOPPER).launches
-    assert all(not launch.entry.startswith("hopper_") for launch in launches)
+    plan = make_plan("backward", p, HOPPER)
+    assert all(words in refusal.reason for refusal in plan.refusals[:len(KERNELS)])
+    assert not {launch.entry for launch in plan.launches} & {kernel.entry for kernel in KERNELS}
 
 
 def test_other_gpus_have_the_fused_kernel_and_say_why():
     p = problem(**USUAL, mask=Mask(right=0))
-    launch = make_plan("backward", p, H200).launches[1]
-    assert launch.entry == "backward_fused" and "not by wgmma" in launch.reason
+    plan = make_plan("backward", p, H200)
+    assert plan.launches[1].entry == "backward_fused"
+    assert "not hopper_backward, hopper_backward_wide: it needs sm_90a" in str(plan)
 
 
 def test_strides_of_what_is_copied_do_not_matter():
     p = problem(**USUAL, layouts=(layout("q", (8, 16, 24, 4)),), copied=("q",))
-    assert obstacle_of(p, HOPPER) is None
+    assert KERNELS[0].offer(p, HOPPER).reason == KERNELS[0].rows[0].reason

@@ -15,7 +15,7 @@ TABLE = [x for x in FEATURES if not (x.label[1:2].isdigit() or x.mask or x.bias 
                                      or x.alibi or 64 % (x.Hq // x.Hk))]
 # What keeps a warp or a copy from running so far ahead of another that results change. That the
 # turns of the consumers are needed, test_cuda_on_cpu_races.py shows.
-WAITS = [f"{name}:0" for name in ("keys_full", "q_full", "dout_full", "q_empty", "dout_empty")]
+WAITS = ["keys_full", "q_full", "dout_full", "q_empty", "dout_empty"]
 
 
 def run(x, out, lse, **options):

@@ -27,7 +27,7 @@ def launches(monkeypatch):
             return super().__call__(address)
 
     monkeypatch.setattr(tensor_maps, "MapMaker", CountedMap)
-    with pretended_gpu(monkeypatch, replace(H200, wgmma=True)) as records:
+    with pretended_gpu(monkeypatch, replace(H200, targets=("90a",))) as records:
         records.made = made
         yield records
 

@@ -8,7 +8,8 @@ from units import SMEM
 
 from cupy_flash.device import GpuDevice
 from cupy_flash.plan import cuda_fused, cuda_registers, cuda_tiles, make_plan
-from cupy_flash.plan.cuda import SPLIT_KEYS
+from cupy_flash.plan.cuda import SPLIT_KEYS, kernel_of
+from cupy_flash.plan.kernel import Offer, Refusal, kind_of
 from cupy_flash.problem import Mask, Problem
 
 ENTRIES = ("forward", "backward_dkdv", "backward_dq", "dbias")
@@ -32,8 +33,8 @@ def test_every_head_dim_has_a_tile_within_the_limit(entry, dtype, precision, kib
     device = replace(H200, smem=kib * 1024)
     for d in range(1, 257):
         for d_v in {d, 1, 256}:
-            config, smem, reason = cuda_tiles.choose(
-                entry, problem(d=d, d_v=d_v, dtype=dtype, precision=precision), device)
+            p = problem(d=d, d_v=d_v, dtype=dtype, precision=precision, bias_shape=(1, 1, 1, 1))
+            config, smem, _, reason, _ = kernel_of(entry).offer(p, device)
             assert smem == cuda_tiles.smem_bytes(entry, config) <= device.smem
             assert cuda_tiles.accumulator_registers(entry, config) <= 64
             assert d <= config.d < d + 16 and d_v <= config.d_v < d_v + 16
@@ -49,7 +50,7 @@ def test_what_fits_nowhere_is_said(kib):
     with pytest.raises(NotImplementedError) as error:
         make_plan("forward", wide, device)
     smallest = min(cuda_tiles.smem_bytes("forward", cuda_tiles.config_of("forward", wide, tile))
-                   for tile in cuda_tiles.rows_of("forward", "float64"))
+                   for tile in cuda_tiles.FORWARD.rows["float64"])
     for part in ("`q`", "256", "250", "float64", f"{smallest:,}", f"{device.smem:,}", "NumPy"):
         assert part in str(error.value), part
 
@@ -58,8 +59,8 @@ def test_a_smaller_limit_never_gets_a_larger_tile():
     for entry in ENTRIES:
         for dtype, precision in DTYPES:
             for d in (16, 64, 128, 256):
-                p = problem(d=d, d_v=d, dtype=dtype, precision=precision)
-                sizes = [cuda_tiles.choose(entry, p, replace(H200, smem=kib * 1024))[1]
+                p = problem(d=d, d_v=d, dtype=dtype, precision=precision, bias_shape=(1, 1, 1, 1))
+                sizes = [kernel_of(entry).offer(p, replace(H200, smem=kib * 1024)).smem_bytes
                          for kib in sorted(set(SMEM.values()))]
                 assert sizes == sorted(sizes)
 
@@ -71,10 +72,12 @@ def test_each_row_of_the_table_can_be_chosen():
         for dtype, precision in DTYPES:
             for d in range(16, 257, 16):
                 for entry in ENTRIES:
-                    p = problem(d=d, d_v=d, dtype=dtype, precision=precision)
-                    c, _, reason = cuda_tiles.choose(entry, p, device)
+                    p = problem(d=d, d_v=d, dtype=dtype, precision=precision,
+                                bias_shape=(1, 1, 1, 1))
+                    c, _, _, reason, _ = kernel_of(entry).offer(p, device)
                     chosen.add((c.Br, c.Bc, c.warps, reason))
-    assert {tuple(tile) for rows in cuda_tiles.TILES.values() for tile in rows} == chosen
+    assert {tuple(tile) for kernel in cuda_tiles.KERNELS for rows in kernel.rows.values()
+            for tile in rows} == chosen
 
 
 @pytest.mark.parametrize("kib", [99, 163, 227])
@@ -86,13 +89,13 @@ def test_forward_stays_in_registers_where_a_row_serves(dtype, precision, kib):
     for d in range(1, 257):
         for d_v in {d, 1, 256}:
             p = problem(d=d, d_v=d_v, dtype=dtype, precision=precision)
-            tuned, obstacle = cuda_registers.choose(p, device)
+            offer = cuda_registers.FORWARD.offer(p, device)
             if max(d, d_v) > widest:
-                assert tuned is None and f"{d} and {d_v}" in obstacle
-            elif tuned is None:
+                assert f"{d} and {d_v}" in offer.reason and isinstance(offer, Refusal)
+            elif isinstance(offer, Refusal):
                 assert dtype == "float64" and kib == 99 and max(d, d_v) > 64
             else:
-                config, smem, reason = tuned
+                config, smem, _, reason, _ = offer
                 assert smem == cuda_registers.smem_bytes(config) <= device.smem and reason
                 assert d <= config.d < d + 16 and d_v <= config.d_v < d_v + 16
                 assert config.Br % (16 * config.warps) == config.Bc % 16 == 0
@@ -104,9 +107,9 @@ def test_each_row_in_registers_can_be_chosen():
         for dtype, precision in DTYPES:
             for d in range(16, 257, 16):
                 p = problem(d=d, d_v=d, dtype=dtype, precision=precision)
-                tuned, _ = cuda_registers.choose(p, replace(H200, smem=kib * 1024))
-                if tuned:
-                    chosen.add((cuda_registers.kind_of(p), tuned[2]))
+                offer = cuda_registers.FORWARD.offer(p, replace(H200, smem=kib * 1024))
+                if isinstance(offer, Offer):
+                    chosen.add((kind_of(dtype, precision), offer.reason))
     assert chosen == {(kind, row.reason) for kind, rows in cuda_registers.ROWS.items()
                       for row in rows}
 
@@ -119,7 +122,8 @@ def test_each_row_in_registers_can_be_chosen():
 def test_the_general_kernel_serves_the_rest_and_says_why(change, why):
     plan = make_plan("forward", problem(**change), H200)
     assert plan.launches[0].entry == "forward"
-    assert "the general kernel: " in plan.launches[0].reason and why in str(plan)
+    assert why in next(x.reason for x in plan.refusals if x.entry == "forward_registers")
+    assert f"not forward_registers: {plan.refusals[-1].reason}" in str(plan)
     assert make_plan("forward", problem(), H200).launches[0].entry == "forward_registers"
 
 
@@ -215,10 +219,11 @@ def test_the_fused_backward_serves_where_a_row_fits(dtype, precision, kib, featu
     for d in range(1, 257):
         for d_v in {d, 1, 256}:
             p = problem(d=d, d_v=d_v, dtype=dtype, precision=precision, has_mask=features)
-            config, smem, reason = cuda_fused.choose(p, device)
-            if config is None:
-                assert max(d, d_v) > widest and "such wide heads" in reason
+            offer = cuda_fused.BACKWARD.offer(p, device)
+            if isinstance(offer, Refusal):
+                assert max(d, d_v) > widest and "such wide heads" in offer.reason
                 continue
+            config, smem, _, reason, _ = offer
             assert smem == cuda_fused.smem_bytes(config) <= device.smem and reason
             assert d <= config.d and d_v <= config.d_v <= 256 and config.d <= 256
             assert config.d % 16 == config.d_v % 16 == 0
@@ -230,9 +235,9 @@ def test_each_row_of_the_fused_backward_can_be_chosen():
         for dtype, precision in DTYPES:
             for d in range(16, 257, 16):
                 p = problem(d=d, d_v=d, dtype=dtype, precision=precision)
-                config, _, reason = cuda_fused.choose(p, replace(H200, smem=kib * 1024))
-                if config:
-                    chosen.add((cuda_fused.kind_of(p), reason))
+                offer = cuda_fused.BACKWARD.offer(p, replace(H200, smem=kib * 1024))
+                if isinstance(offer, Offer):
+                    chosen.add((kind_of(dtype, precision), offer.reason))
     assert chosen == {(kind, row.reason) for kind, rows in cuda_fused.TILES.items()
                       for row in rows}
 
@@ -244,8 +249,9 @@ def test_each_row_of_the_fused_backward_can_be_chosen():
 ], ids=str)
 def test_the_general_backward_serves_the_rest_and_says_why(change, why):
     plan = make_plan("backward", problem(**change), H200)
-    main = next(x for x in plan.launches if x.entry == "backward_dkdv")
-    assert "not the fused kernel" in main.reason and why in str(plan)
+    assert "backward_dkdv" in [x.entry for x in plan.launches]
+    assert why in next(x.reason for x in plan.refusals if x.entry == "backward_fused")
+    assert why in str(plan)
 
 
 @pytest.mark.parametrize("change, forward, backward", [

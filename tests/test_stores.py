@@ -76,10 +76,10 @@ def test_stores_on_a_gpu(dtype):
 
     from cupy_flash import device
 
-    if not device.gpu(0).wgmma:
+    if "90a" not in device.gpu(0).targets:
         pytest.skip("needs sm_90")
     out = cupy.asarray(np.full(SHAPE, OUTSIDE).astype(DTYPES[dtype]).view(np.uint16))
     packed = pack(tensor_maps.MapMaker, dtype, out.data.ptr)
-    kernel = compiled._compiled("hopper_stores", text(dtype))
+    kernel = compiled._compiled("hopper_stores", text(dtype), "90a")
     kernel((1,), (32,), (packed,), shared_mem=SMEM_BYTES)
     assert out.get().tobytes() == expected(dtype).tobytes()

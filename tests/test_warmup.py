@@ -24,7 +24,7 @@ from cupy_flash.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
 GPUS = {f"sm_{arch}": device(arch) for arch in SMEM}
-GPUS["sm_90 with wgmma"] = replace(device(90), wgmma=True)
+GPUS["sm_90 with wgmma"] = replace(device(90), targets=("90a",))
 GPUS["a small sm_86"] = replace(device(86), sms=16)
 
 # Calls as users make them: batch, query heads, key heads, Nq, Nk, and options of the forward call.
@@ -135,7 +135,7 @@ def compiler(monkeypatch):
     """A GPU for sm_90a and a compiler that counts; units with "combine" do not compile."""
     made = []
 
-    def function(number, name, text, smem_bytes):
+    def function(number, name, text, smem_bytes, target):
         made.append(name)
         if name.startswith("combine") and compiler.broken:
             raise RuntimeError(f"the CUDA kernel {name} does not compile")

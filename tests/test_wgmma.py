@@ -105,14 +105,14 @@ def test_products_on_a_gpu(dtype, N, M):
 
     from cupy_flash import device
 
-    if not device.gpu(0).wgmma:
+    if "90a" not in device.gpu(0).targets:
         pytest.skip("needs sm_90")
     arrays = operands(dtype, N, M)
     on_gpu = [cupy.asarray(x.view(np.uint16)) for x in arrays]
     written = [cupy.asarray(x) for x in results(N, M)]
     packed = pack(tensor_maps.MapMaker, on_gpu, [x.data.ptr for x in on_gpu],
                   [x.data.ptr for x in written], dtype)
-    kernel = compiled._compiled("hopper_products", text(dtype, N, M))
+    kernel = compiled._compiled("hopper_products", text(dtype, N, M), "90a")
     kernel.max_dynamic_shared_size_bytes = smem_bytes(N, M)
     kernel((1,), (128,), (packed.view(f"V{Params.itemsize}"),), shared_mem=smem_bytes(N, M))
     for got, want in zip(written[1:], expected(arrays), strict=True):

@@ -43,7 +43,7 @@ CF_DEVICE void wgmma_products(const WgmmaParams& p) {
       ptx::load_box(V + i * N * PANEL_ROW_BYTES, p.v_map, barrier, i * PANEL, 0, 0, 0);
     }
   }
-  __syncthreads();                                      // the barrier is there
+  ptx::sync_block("barrier_ready");
   ptx::barrier_wait(barrier, 0, "all");
   const ptx::Descriptor a(A, 64), b(B, N), v(V, N);
   float S[N / 2], acc[M / 2] = {};

@@ -18,7 +18,7 @@ CF_DEVICE void hopper_backward(const HopperBackwardParams& p) {
     *tiles.work = open_key_work<Config>(p, blockIdx.x);
     tiles.init_barriers();
   }
-  __syncthreads();                                      // the work and the barriers are there
+  ptx::sync_block("work_opened");                       // and the barriers are there
   // One branch, with nothing in registers across it: or they cannot change hands.
   if (threadIdx.x < 128) {
     ptx::lower_registers<Traits::producer_registers>();

@@ -55,7 +55,7 @@ struct BackwardConsumer : BackwardRows<Config, HopperBackwardTiles<Config>> {
   // arithmetic of P and dS. In its turn each hands over dS of a tile and multiplies that of the
   // tile before, of which both parts are there. The products behind the last tile have a turn of
   // their own.
-  CF_DEVICE void wait_for_turn() const { ptx::named_barrier_wait(4 + group, 256); }
+  CF_DEVICE void wait_for_turn() const { ptx::named_barrier_wait(4 + group, 256, "turn"); }
   CF_DEVICE void pass_turn() const { ptx::named_barrier_arrive(5 - group, 256); }
 
   // Tile i of rows, counted from the first. What is multiplied before there is a dS is left out.
@@ -89,7 +89,7 @@ struct BackwardConsumer : BackwardRows<Config, HopperBackwardTiles<Config>> {
     start_queries(tiles.dS(place.before().stage()));
     this->template start_sums<d>(dK, dS, tiles.Q(stage));
     share(tiles.dS(stage));
-    ptx::fence_async_reads();                           // dS to the products
+    ptx::fence_async_reads("dS_fenced");                // for the products
     ptx::products_wait<1>();
     ptx::settle(dQ);
     ptx::settle(dV);
@@ -141,7 +141,7 @@ struct BackwardConsumer : BackwardRows<Config, HopperBackwardTiles<Config>> {
       for (int i = 0; i < count; ++i) step(w, i, scale);
       finish_queries();
     }
-    ptx::named_barrier_wait(1, 256);                    // both have done with the tiles
+    ptx::named_barrier_wait(1, 256, "tiles_read");      // by both
     store<d>(p.dk, w, p.d, dK, scale);
     store<d_v>(p.dv, w, p.d_v, dV, 1.f);
   }

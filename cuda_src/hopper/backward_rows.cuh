@@ -104,8 +104,8 @@ struct BackwardRows {
     }
   }
   CF_DEVICE void meet() const {
-    ptx::fence_async_reads();                           // zeros to who multiplies
-    ptx::named_barrier_wait(2 + group, 128);            // all of the consumer's zeros are there
+    ptx::fence_async_reads("zeros_fenced");             // for the products
+    ptx::named_barrier_wait(2 + group, 128, "zeros_written");  // by all of the consumer
   }
   // Keys that no row sees, if the array has them.
   CF_DEVICE void forget_keys(const KeyWork& w) const {

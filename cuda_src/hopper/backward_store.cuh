@@ -37,7 +37,7 @@ CF_DEVICE void store_sums(const Tensor& t, const KeyWork& w, int first_key, int 
     *reinterpret_cast<Pair<float>*>(own + i / 2 % 2 * 8 * pitch + i / 4 * 8) = {
         sums[i] * scale, sums[i + 1] * scale};
   }
-  ptx::named_barrier_wait(barrier, 128);                // the consumer's sums are there
+  ptx::named_barrier_wait(barrier, 128, "sums_written");  // by all of the consumer
   const uint64 base = t.address + w.b * t.b + w.head_k * t.h + (w.key0 + first_key) * t.n;
   const bool whole = in_pieces(t, sizeof(T), columns, 16);
 #pragma unroll 2
@@ -46,7 +46,7 @@ CF_DEVICE void store_sums(const Tensor& t, const KeyWork& w, int first_key, int 
     if (key >= w.keys - first_key) break;
     store_eight<T>(t, base + key * t.n, c, columns, whole, tile + key * pitch + c);
   }
-  ptx::named_barrier_wait(barrier, 128);                // and read
+  ptx::named_barrier_wait(barrier, 128, "sums_read");
 }
 
 }  // namespace cf

@@ -65,7 +65,7 @@ struct WideConsumer : BackwardRows<Config, HopperBackwardWideTiles<Config>> {
   }
   CF_DEVICE void store(const Tensor& t, const KeyWork& w, int columns, float scale) const {
     ptx::named_barrier_arrive(4 + group, 256);
-    ptx::named_barrier_wait(5 - group, 256);            // the other has done with the tiles
+    ptx::named_barrier_wait(5 - group, 256, "tiles_read");  // by the other
     constexpr int most = 64 * (Config::d > Config::d_v ? Config::d + 4 : Config::d_v + 4);
     store_sums<T, width>(t, w, 0, columns, sums, scale, tiles.memory + group * most, 2 + group);
   }
@@ -98,7 +98,7 @@ struct ValuesConsumer : WideConsumer<Config, Config::d_v> {
     const bool hides = this->hides(tile);
     tiles.q().wait(place, "q_full");
     if (hides) {
-      ptx::named_barrier_wait(2, 128);                  // all warps have done with the ranges
+      ptx::named_barrier_wait(2, 128, "ranges_read");   // by all warps
       this->open_some(w, tile);
     }
     this->template start_scores<Config::d>(S, tiles.K(), tiles.Q(stage));
@@ -176,8 +176,8 @@ struct KeysConsumer : WideConsumer<Config, Config::d> {
     const SmemAddress own = tile + key * PANEL_ROW_BYTES + ((lane() / 16) ^ (key % 8)) * 16;
 #pragma unroll
     for (int i = 0; i < Base::Br / 16; ++i) ptx::store_matrices(own ^ (i * 32), dS[i]);
-    ptx::fence_async_reads();                           // dS to the products
-    __syncwarp();                                       // of all lanes
+    ptx::fence_async_reads("dS_fenced");
+    ptx::sync_warp("dS_written");                       // by all lanes
     if (lane() == 0) ptx::barrier_arrive(tiles.scores_full(place.stage()));
   }
 
@@ -223,7 +223,7 @@ CF_DEVICE void hopper_backward_wide(const HopperBackwardParams& p) {
     *tiles.work = open_key_work<Config>(p, blockIdx.x);
     tiles.init_barriers();
   }
-  __syncthreads();                                      // the work and the barriers are there
+  ptx::sync_block("work_opened");                       // and the barriers are there
   // One branch, with nothing in registers across it: or they cannot change hands.
   if (threadIdx.x < 128) {
     ptx::lower_registers<Traits::producer_registers>();

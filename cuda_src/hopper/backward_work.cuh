@@ -5,18 +5,9 @@
 #include "../mma/gradient.cuh"
 #include "../ptx/wgmma_columns.cuh"
 #include "../tile/order.cuh"
+#include "params.cuh"
 
 namespace cf {
-
-struct HopperBackwardParams : BackwardParams {
-  uint64 unused[5];    // the maps are aligned to 64 bytes
-  TensorMap q_map;     // boxes [Br / group, group, 64] of [batch, Nq, heads_q, d]
-  TensorMap k_map;     // boxes [Bc, 64] of [batch, heads_k, Nk, d]
-  TensorMap v_map;     // boxes [Bc, 64] of [batch, heads_k, Nk, d_v]
-  TensorMap dout_map;  // boxes [Br / group, group, 64] of [batch, Nq, heads_q, d_v]
-};
-
-static_assert(sizeof(HopperBackwardParams) == 1472, "the maps begin at byte 960");
 
 // The keys of a block, in shared memory. The planner keeps rows and keys of a sequence below 2^30.
 struct KeyWork {

@@ -69,7 +69,7 @@ struct Consumer {
   }
 
   CF_DEVICE void await_turn() const {
-    if (Traits::takes_turns) ptx::named_barrier_wait(1 + group, 256);
+    if (Traits::takes_turns) ptx::named_barrier_wait(1 + group, 256, "turn");
   }
   CF_DEVICE void pass_turn() const {
     const int next = group + 1 == Traits::groups ? 0 : group + 1;
@@ -155,8 +155,8 @@ struct Consumer {
         ptx::store_zeros(V + (panel * Config::Bc + key) * PANEL_ROW_BYTES);
       }
     }
-    ptx::fence_async_reads();
-    ptx::named_barrier_wait(4 + group, 128);
+    ptx::fence_async_reads("zeros_fenced");
+    ptx::named_barrier_wait(4 + group, 128, "zeros_written");
   }
   // Keys that ranges hide, if the array has them. They lie on one side of the tile, but for a work
   // of few keys.
@@ -171,11 +171,11 @@ struct Consumer {
   CF_DEVICE void forget_unseen_values(uint32 seen) const {
     constexpr int threads = 128 * Traits::groups;
     constexpr uint32 all = 0xFFFFFFFF >> (32 - Config::Bc / 4);
-    if (!ptx::named_barrier_any(7, threads, seen != all)) return;
+    if (!ptx::named_barrier_any(7, threads, seen != all, "some_unseen")) return;
     // All have read what the step before left there.
     const int lane = int(threadIdx.x) % 32;
     if (lane < 4) tiles.seen[4 * (int(threadIdx.x) / 32 - 4) + lane] = seen;
-    ptx::named_barrier_wait(7, threads);
+    ptx::named_barrier_wait(7, threads, "seen_written");
     const SeenColumns<4 * Traits::groups> any(tiles.seen);
     zero_values(0, Config::Bc, [&](int key) { return !any.has(key); });
   }
@@ -191,7 +191,7 @@ struct Consumer {
       using O = typename ResultOf<T, Config::wide>::type;
       store_rows<O, Config::narrow < 2>(p, work_at(work_place), row(), acc, factor);
     }
-    __syncwarp();                                       // all lanes have read the work
+    ptx::sync_warp("work_read");                        // by all lanes
     tiles.work().release(work_place);
     ++work_place.count;
   }
@@ -267,7 +267,8 @@ struct Consumer {
       exponentials(S, false, state.m_ref, p.unit, sum);
       // The wait stays behind the barrier. The vote tells the compiler that lanes do not part here.
       bool passed = sum[0] > p.most || sum[1] > p.most;
-      passed = __any_sync(0xFFFFFFFF, ptx::named_barrier_any(4 + group, 128, passed));
+      passed = ptx::named_barrier_any(4 + group, 128, passed, "some_passed");
+      passed = __any_sync(0xFFFFFFFF, passed);
       wait_for_values();
       if (passed) {
         clear_P();
@@ -330,7 +331,8 @@ struct Consumer {
     float factor[2];
     close(factor);
     store(factor);
-    if constexpr (Traits::tiled) ptx::stores_read<0>();   // shared memory goes with the block
+    // Shared memory goes with the block.
+    if constexpr (Traits::tiled) ptx::stores_read<0>("last_panels_read");
   }
 };
 

@@ -29,7 +29,7 @@ CF_DEVICE void hopper_forward(const HopperForwardParams& p) {
   CF_DYNAMIC_SHARED(memory);
   const HopperForwardTiles<Config> tiles(memory);
   if (threadIdx.x == 0) tiles.init_barriers();
-  __syncthreads();                                      // the barriers are there
+  ptx::sync_block("barriers_ready");
   // One branch, with nothing in registers across it: or they cannot change hands.
   if (threadIdx.x < 128) {
     ptx::lower_registers<Traits::producer_registers>();

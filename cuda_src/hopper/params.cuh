@@ -1,4 +1,4 @@
-// The parameters of the kernels for sm_90a: those of the pass, and how the TMA unit finds q, k, v.
+// The parameters of the kernels for sm_90a: those of the pass, and how the TMA unit finds operands.
 #pragma once
 
 #include "../params.cuh"
@@ -21,7 +21,13 @@ struct HopperForwardParams : ForwardParams {
                      // min(pack, 16): the rows of a warp; not made where they go another way
 };
 
+struct HopperBackwardParams : BackwardParams {
+  TensorMap q_map;     // boxes [Br / group, group, 64] of [batch, Nq, heads_q, d]
+  TensorMap k_map;     // boxes [Bc, 64] of [batch, heads_k, Nk, d]
+  TensorMap v_map;     // boxes [Bc, 64] of [batch, heads_k, Nk, d_v]
+  TensorMap dout_map;  // boxes [Br / group, group, 64] of [batch, Nq, heads_q, d_v]
+};
+
 static_assert(sizeof(TensorMap) == 128, "TensorMap must have 128 bytes");
-static_assert(sizeof(HopperForwardParams) == 1152, "the maps begin at byte 640");
 
 }  // namespace cf

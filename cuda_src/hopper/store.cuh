@@ -66,8 +66,8 @@ CF_DEVICE void store_panels(const HopperForwardParams& p, const HopperForwardTil
 #pragma unroll
   for (int first = 0; first < Traits::out_panels; first += Traits::out_places) {
     const int end = min(first + Traits::out_places, Traits::out_panels);
-    if (lane == 0) ptx::stores_read<0>();
-    __syncwarp();                                       // the places are free
+    if (lane == 0) ptx::stores_read<0>("panels_read");
+    ptx::sync_warp("panels_free");
 #pragma unroll
     for (int block = 4 * first; block < min(4 * end, Config::d_v / 16); ++block) {
       uint32 word[4];
@@ -81,8 +81,8 @@ CF_DEVICE void store_panels(const HopperForwardParams& p, const HopperForwardTil
       const int place = (block / 4 - first) * place_bytes, chunk = block % 4 * 2 + lane / 16;
       ptx::store_matrices(own_row + place + (chunk ^ lane % 8) * 16, word);
     }
-    ptx::fence_async_reads();
-    __syncwarp();                                       // all lanes have written and fenced
+    ptx::fence_async_reads("panels_fenced");
+    ptx::sync_warp("panels_written");                   // and fenced by all lanes
     if (lane == 0) {
 #pragma unroll
       for (int panel = first; panel < end; ++panel) {

@@ -105,7 +105,7 @@ CF_DEVICE const accumulator<typename Config::element>* stage_gradient(
   using A = accumulator<typename Config::element>;
   constexpr int pitch = width + 4;
   A* const tile = reinterpret_cast<A*>(memory);
-  __syncthreads();                                      // the memory is free
+  ptx::sync_block("tiles_read");                        // the memory is free
   if (mine) {
 #pragma unroll
     for (int i = 0; i < M; ++i) {
@@ -120,7 +120,7 @@ CF_DEVICE const accumulator<typename Config::element>* stage_gradient(
       }
     }
   }
-  __syncthreads();                                      // the tile is there
+  ptx::sync_block("gradient_staged");
   return tile;
 }
 
@@ -141,11 +141,11 @@ CF_DEVICE void add_tile(Gradient& g, const Walk<Config>& walk,
     }
   });
   if constexpr (Traits::arrives_early) walk.await_rows(1 - stage);
-  __syncthreads();                                      // P and dS are there
+  ptx::sync_block("dS_written");                        // and P
   const uint64 sums = dq_address<Config>(walk.p, walk.own.head, tile);
   if constexpr (Config::stages == 1 && !Traits::own) {
     step.add_shared(g);
-    __syncthreads();                                    // Q is read
+    ptx::sync_block("Q_read");
     if (tile + 1 < end) walk.template copy_rows<true, false>(tile + 1, 0);
 #pragma unroll 1
     for (int pass = 0; pass < Traits::dq_passes; ++pass) step.add_queries(sums, pass);
@@ -158,7 +158,7 @@ CF_DEVICE void add_tile(Gradient& g, const Walk<Config>& walk,
     }
   }
   if constexpr (Config::stages == 1 && Traits::own && !Traits::free_early) {
-    __syncthreads();                                    // Q and dO are read
+    ptx::sync_block("rows_read");                       // Q and dO
     if (tile + 1 < end) walk.copy_rows(tile + 1, 0);
   }
 }
@@ -176,14 +176,14 @@ CF_DEVICE void add_rows(Gradient& g, const BackwardParams& p, const FusedTiles<C
   walk.round_keys();
   if constexpr (Traits::arrives_early) {
     walk.await_rows(0);
-    __syncthreads();                                    // K, V, Q, dO are there
+    ptx::sync_block("first_rows_ready");                // Q and dO, K and V
   }
   int stage = 0;
 #pragma unroll 1
   for (int tile = first; tile < end; ++tile) {
     if constexpr (!Traits::arrives_early) {
       walk.await_rows(stage);
-      __syncthreads();                                  // Q and dO are there, first also K and V
+      ptx::sync_block("rows_ready");                    // Q and dO, first also K and V
     }
     add_tile<Config>(g, walk, exponential, tile, end, stage);
     if constexpr (Config::stages > 1) stage = 1 - stage;
@@ -216,7 +216,7 @@ CF_DEVICE void fused_keys(const BackwardParams& p, const FusedTiles<Config>& t, 
   using Traits = BackwardFusedTraits<Config>;
   using A = accumulator<typename Config::element>;
   if (threadIdx.x == 0) *t.own = open_keys<Config>(p, b, head_k, key0, piece);
-  __syncthreads();                                      // it is known who sees the keys
+  ptx::sync_block("keys_opened");                       // it is known who sees the keys
   GradientOf<Config> g = {};
   const OwnKeys& own = *t.own;
   if (own.first < own.end) add_rows(g, p, t);
@@ -248,7 +248,7 @@ CF_DEVICE void backward_fused(const BackwardParams& p) {
     walk_pieces<Config>(p, split, [&](const RowPiece& piece) {
       fused_keys<Config>(p, t, turn.sequence / p.heads_k, turn.sequence % p.heads_k,
                          turn.tile * Config::Bc, piece, split, memory);
-      __syncthreads();                                  // the memory is free for the next one
+      ptx::sync_block("memory_free");                   // for the next piece or task
     });
   }
 }

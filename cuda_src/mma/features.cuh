@@ -222,7 +222,7 @@ CF_DEVICE void forget_blind_rows(const FusedTiles<Config>& t, int stage) {
   using Tiles = FusedTiles<Config>;
   const A* const lse = t.state + stage * 2 * Config::Br;
   const bool blind = int(threadIdx.x) < Config::Br && lse[threadIdx.x % Config::Br] == inf<A>();
-  if (!__syncthreads_or(blind)) return;
+  if (!ptx::sync_block_or(blind, "blind_rows_found")) return;
   T* const Q = t.Q + stage * Tiles::q_step;
   T* const dO = t.dO + stage * Tiles::v_step;
 #pragma unroll 1
@@ -234,7 +234,7 @@ CF_DEVICE void forget_blind_rows(const FusedTiles<Config>& t, int stage) {
       for (int c = lane_id(); c < Config::d_v; c += 32) dO[(r + rest) * Tiles::v_pitch + c] = T{};
     }
   }
-  __syncthreads();                                      // the zeros are there
+  ptx::sync_block("blind_rows_zeroed");
 }
 
 }  // namespace cf

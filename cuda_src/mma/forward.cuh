@@ -69,10 +69,10 @@ CF_DEVICE void store_warp(ForwardWarp<Config>& warp, const ForwardRegistersTiles
           stage_row<float, Config>(stage + (i * 8 + lane_row()) * pitch + lane_column(),
                                    warp.acc[i], half, factor[2 * i + half]);
         }
-        __syncwarp();
+        ptx::sync_warp("half_staged");
         store_staged<Traits::rows / 2, width, pitch, true>(
             stage, out, base, rows.packed, row0 + 8 * half, rows_left - 8 * half, columns);
-        __syncwarp();
+        ptx::sync_warp("half_stored");
       }
     }
   } else {
@@ -82,7 +82,7 @@ CF_DEVICE void store_warp(ForwardWarp<Config>& warp, const ForwardRegistersTiles
       stage_row<U, Config>(stage + (i * 8 + lane_row()) * pitch + lane_column(), warp.acc[i / 2],
                            i % 2, factor[i]);
     }
-    __syncwarp();
+    ptx::sync_warp("rows_staged");
     store_staged<Traits::rows, width, pitch>(stage, out, base, rows.packed, row0, rows_left,
                                              columns);
   }
@@ -163,9 +163,9 @@ struct ForwardWalk {
   template <bool often>
   CF_DEVICE bool score(Warp& warp, typename Warp::S& scores, typename Warp::Top& top, bool& moves,
                        int key0, bool plain, uint64 k_from, uint64 v_from) const {
-    ptx::wait_for_copies<0>();
+    ptx::wait_for_copies<0>("K_copied");
     ready_tile<Config, Bc, Config::d, Traits::pitch>(t.K);
-    __syncthreads();                                    // K is there; V may go
+    ptx::sync_block("K_ready");                         // V may go
     if (plain) {
       copy_rows<Config, Bc, Config::d_v, Traits::pitch_v, true>(v_place, p.v, v_from, 0, Bc,
                                                                 int(p.d_v));
@@ -183,14 +183,14 @@ struct ForwardWalk {
       }
     }
     if constexpr (Traits::parts == 2) moves = warp.softmax.find_top(scores, any, top);
-    ptx::wait_for_copies<0>();
+    ptx::wait_for_copies<0>("V_copied");
     ready_tile<Config, Bc, Config::d_v, Traits::pitch_v>(t.V);
     // V is there; K may go. Warps that share rows must agree on whether their references move; the
     // others look at their scores later, for the products may still be on their way.
     if constexpr (Traits::parts == 2) {
-      moves = __syncthreads_or(moves);
+      moves = ptx::sync_block_or(moves, "V_ready_and_moves");
     } else {
-      __syncthreads();
+      ptx::sync_block("V_ready");
     }
     if (plain) {
       copy_rows<Config, Bc, Config::d, Traits::pitch, true>(k_place, p.k, k_from, 0, Bc, int(p.d));
@@ -301,13 +301,13 @@ CF_DEVICE void forward_registers_tile(const ForwardParams& p,
   if (any) walk.copy_K(known, begin);
   ptx::close_copies();
   ForwardWarp<Config> warp(t, p);
-  ptx::wait_for_copies<0>();
+  ptx::wait_for_copies<0>("Q_copied");
   if constexpr (Config::split_Q) {
     ready_tile<Config, Br, Config::d, Traits::pitch_Q>(t.Q);
   } else {
     round_tile<Config, Br, Config::d, Traits::pitch_Q>(t.Q);
   }
-  if (Config::keep_Q || !any) __syncthreads();          // Q is there, and may go
+  if (Config::keep_Q || !any) ptx::sync_block("Q_ready");  // and may go
   if (Config::keep_Q && any) warp.keep_Q();             // otherwise results take its place at once
   walk.walk(warp, begin);
   const int count = int(min(p.group * p.Nq - task.rows.row0, int64(Br)));
@@ -326,7 +326,7 @@ CF_DEVICE void forward_registers(const ForwardParams& p) {
     const int64 tile = tiles - 1 - turn.tile;           // the last causal rows see most keys
     const int64 b = turn.sequence / p.heads_k, head_k = turn.sequence - b * p.heads_k;
     forward_registers_tile<Config>(p, t, b, head_k, tile * Config::Br, split);
-    __syncthreads();                                    // the memory is free for the next task
+    ptx::sync_block("memory_free");                     // for the next task
   }
 }
 

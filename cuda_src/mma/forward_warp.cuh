@@ -249,7 +249,7 @@ struct ForwardWarp {
         said[Tiles::part() * Config::Br + Tiles::row0() + i * 8 + lane_row()] = x[i / 2][i % 2];
       }
     }
-    ptx::barrier(meeting(), 64);                        // the other part has said it
+    ptx::barrier(meeting(), 64, "other_part_said");
 #pragma unroll
     for (int i = 0; i < 2 * fragments; ++i) {
       x[i / 2][i % 2] = said[(1 - Tiles::part()) * Config::Br + Tiles::row0() + i * 8 + lane_row()];
@@ -305,7 +305,7 @@ struct ForwardWarp {
       multiply_values(scores, t);
     }
     if constexpr (Traits::parts == 2) {
-      ptx::barrier(meeting(), 64);                      // the other part's P is there
+      ptx::barrier(meeting(), 64, "other_P_written");
       multiply_other_values(t);
     }
   }

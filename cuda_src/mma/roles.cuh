@@ -93,7 +93,7 @@ struct RoleStep : Step<Config> {
       exponentiate<Config>(x);
       share_P(x);
     }
-    __syncthreads();                                    // P is there
+    ptx::sync_block("P_shared");
     if (!has_P()) {
       differentiate_shared(x, this->state + Config::Br + row);
       if (this->hides) hide<Config>(x, this->ranges + row, S::strip(), A(0));

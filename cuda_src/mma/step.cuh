@@ -245,9 +245,9 @@ struct Step {
     if (!Config::features && hides) hide<Config>(dS, ranges + row, S::strip(), A(0));
     share(t.P, P, row);
     differentiate(dS, P, row);
-    __syncthreads();                                    // P is there
+    ptx::sync_block("P_written");
     add_all(t.P, [&](const auto& a, int k) { add_values(g, a, k); });
-    __syncthreads();                                    // P and dO are read
+    ptx::sync_block("P_read");                          // and dO
     meanwhile();
     share(t.dS, dS, row);
   }

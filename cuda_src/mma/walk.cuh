@@ -256,13 +256,13 @@ struct Walk {
   // Waits for what the thread itself has copied, and rounds it where the kind asks for it.
   CF_DEVICE void round_keys() const {
     if (Config::precision != 1 || !copies()) return;
-    ptx::wait_for_copies<0>();
+    ptx::wait_for_copies<0>("keys_copied");
     round_tile<Copiers<Config>, Config::Bc, Config::d, Tiles::q_pitch>(t.K);
     round_tile<Copiers<Config>, Config::Bc, Config::d_v, Tiles::v_pitch>(t.V);
   }
   CF_DEVICE void await_rows(int stage) const {
     if (!copies()) return;
-    ptx::wait_for_copies<0>();
+    ptx::wait_for_copies<0>("rows_copied");
     ready_tile<Copiers<Config>, Config::Br, Config::d, Tiles::q_pitch>(t.Q
                                                                        + stage * Tiles::q_step);
     ready_tile<Copiers<Config>, Config::Br, Config::d_v, Tiles::v_pitch>(t.dO

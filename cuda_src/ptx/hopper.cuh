@@ -146,7 +146,7 @@ CF_DEVICE void store_box(const TensorMap& map, SmemAddress from, int c0, int c1,
 CF_DEVICE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all but the latest `pending` groups have been read.
 template <int pending>
-CF_DEVICE void stores_read() {
+CF_DEVICE void stores_read(const char*) {
   asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(pending) : "memory");
 }
 
@@ -170,7 +170,7 @@ CF_DEVICE void store_zeros(SmemAddress to) {
 
 // Orders this thread's writes to shared memory before reads by the TMA unit and by wgmma. The
 // threads that wrote still have to meet those that start the reads.
-CF_DEVICE void fence_async_reads() {
+CF_DEVICE void fence_async_reads(const char*) {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -186,7 +186,7 @@ CF_DEVICE void lower_registers() {
 }
 
 // The block's barrier `id` (1 ... 15): waits until `threads` have come or arrived.
-CF_DEVICE void named_barrier_wait(int id, int threads) {
+CF_DEVICE void named_barrier_wait(int id, int threads, const char*) {
   asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
 CF_DEVICE void named_barrier_arrive(int id, int threads) {
@@ -194,7 +194,7 @@ CF_DEVICE void named_barrier_arrive(int id, int threads) {
 }
 
 // Waits as well, and returns whether any of the threads says yes.
-CF_DEVICE bool named_barrier_any(int id, int threads, bool yes) {
+CF_DEVICE bool named_barrier_any(int id, int threads, bool yes, const char*) {
   uint32 any;
   asm volatile(
       "{\n.reg .pred p, q;\n"

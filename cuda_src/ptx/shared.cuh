@@ -71,12 +71,12 @@ CF_DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memor
 
 // Waits for all groups but the `open` newest.
 template <int open>
-CF_DEVICE void wait_for_copies() {
+CF_DEVICE void wait_for_copies(const char*) {
   asm volatile("cp.async.wait_group %0;" : : "n"(open) : "memory");
 }
 
 // A barrier of `threads` threads, whole warps, by its number from 1 to 15.
-CF_DEVICE void barrier(int number, int threads) {
+CF_DEVICE void barrier(int number, int threads, const char*) {
   asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(threads) : "memory");
 }
 

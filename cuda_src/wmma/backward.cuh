@@ -42,13 +42,13 @@ CF_DEVICE void backward_keys(const BackwardParams& p,
   for (int64 row0 = first; row0 < end; row0 += Br) {
     const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Br);
     load_state(t, p, rows);
-    __syncthreads();                                    // lse is there; Q and dO may change
+    ptx::sync_block("lse_loaded");                      // and Q and dO may change
     load_rows(t, p, rows);
-    __syncthreads();                                    // K, V, Q, dO are there
+    ptx::sync_block("tiles_loaded");                    // K, V, Q, dO
     multiply_scores(t);
-    __syncthreads();                                    // S and dP are there
+    ptx::sync_block("products_written");                // S and dP
     gradient_tile(t, p, rows, key0);
-    __syncthreads();                                    // P and dS are there
+    ptx::sync_block("gradients_written");               // P and dS
     multiply<Br>(dv, transposed<Bc>(t.P), as_is<d_v>(t.dO));     // dV += P^T dO
     multiply<Br>(dk, transposed<Bc>(t.dS), as_is<d>(t.Q));       // dK += dS^T Q
   }
@@ -94,7 +94,7 @@ CF_DEVICE void backward_rows(const BackwardParams& p, const GradientTiles<Config
   int* const seen = reinterpret_cast<int*>(t.rest);
   const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Br);
   load_state(t, p, rows);
-  __syncthreads();                                      // lse is there
+  ptx::sync_block("lse_loaded");
   load_rows(t, p, rows);
   Accumulators<Config, Br, d> dq;
   const Range range = key_range(p, rows);
@@ -102,24 +102,24 @@ CF_DEVICE void backward_rows(const BackwardParams& p, const GradientTiles<Config
     const int begin = int(max(range.first - key0, int64(0)));
     const int keys = int(min(range.end - key0, int64(Bc)));
     load_keys(t, p, b, head_k, key0, begin, keys);
-    __syncthreads();                                    // Q, dO, K, V are there
+    ptx::sync_block("tiles_loaded");                    // Q, dO, K, V
     multiply_scores(t);
-    __syncthreads();                                    // S and dP are there
+    ptx::sync_block("products_written");                // S and dP
     gradient_tile(t, p, rows, key0);
-    __syncthreads();                                    // dS, and S to see hidden keys, are there
+    ptx::sync_block("dS_written");                      // and S, to see hidden keys
     if (hides_keys<Config>(p)) {
       find_seen_keys<Config>(seen, t.S, rows.rows, keys);
-      __syncthreads();                                  // seen is there
+      ptx::sync_block("seen_found");
       forget_unseen_keys<Config, d>(t.K, seen, keys);
-      __syncthreads();                                  // K is clean
+      ptx::sync_block("K_cleaned");
     }
     multiply<Bc>(dq, as_is<Bc>(t.dS), as_is<d>(t.K));                  // dQ += dS K
-    __syncthreads();                                    // K, V, delta may change
+    ptx::sync_block("tiles_read");                      // K, V, delta
   }
   for (int r = int(threadIdx.x); r < Br; r += 32 * Config::warps) {
     t.delta[r] = t.lse[r] != inf<T>() ? T(p.scale) : T(0);       // no gradient where no key is seen
   }
-  __syncthreads();                                      // the factors are there
+  ptx::sync_block("factors_written");
   const int count = int(min(p.group * p.Nq - row0, int64(Br)));
   store_rows(p.dq, rows.base(p.dq), rows.packed, count, int(p.d), dq, where, t.delta);
 }
@@ -136,7 +136,7 @@ CF_DEVICE void backward_dq(const BackwardParams& p) {
     const int64 sequence = task / tiles;
     backward_rows<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k,
                           tile * Config::Br);
-    __syncthreads();                                    // the memory is free for the next task
+    ptx::sync_block("memory_free");                     // for the next task
   }
 }
 

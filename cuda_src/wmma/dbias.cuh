@@ -63,16 +63,16 @@ CF_DEVICE void add_head(const BackwardParams& p, const DbiasTiles<Config>& t, in
   for (int64 row = row0; row < row_end; row += Br) {
     const Rows rows = open_rows(p, b, head, 1, row, Br);
     const Range range = key_range(p, rows);
-    __syncthreads();                                    // the tiles of the rows before are free
+    ptx::sync_block("rows_read");                       // those before
     load_state(t, p, rows);
-    __syncthreads();                                    // lse is there
+    ptx::sync_block("lse_loaded");
     load_rows(t, p, rows);
     for (int64 key = key0; key < key_end; key += Bc) {
       if (key >= range.end || key + Bc <= range.first) continue;
       load_keys(t, p, b, head / p.group, key, 0, int(min(key_end - key, int64(Bc))));
-      __syncthreads();                                  // Q, dO, K, V are there
+      ptx::sync_block("tiles_loaded");                  // Q, dO, K, V
       multiply_scores(t);
-      __syncthreads();                                  // S and dP are there
+      ptx::sync_block("products_written");              // S and dP
       add_to_sums(t, p, rows, key);
     }
   }
@@ -118,9 +118,9 @@ CF_DEVICE void dbias(const BackwardParams& p) {
         add_head(p, t, b_in, head_in, row0, key0);
       }
     }
-    __syncthreads();                                    // the sums of all threads are there
+    ptx::sync_block("sums_written");                    // by all threads
     store_sums(p, t, b, head, row0, key0);
-    __syncthreads();                                    // and read: the next task may clear them
+    ptx::sync_block("sums_read");                       // the next task may clear them
   }
 }
 

@@ -123,27 +123,27 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& 
                                              p.vector_bytes);
     load_tile<Config, Config::Bc, Config::d_v>(t.V, p.v, v_base, key0, begin, keys, int(p.d_v), 1,
                                                p.vector_bytes);
-    __syncthreads();                                    // Q, K, V, ranges are there
+    ptx::sync_block("tiles_loaded");                    // Q, K, V and ranges
     multiply_into<Config::d, Config::Br, Config::Bc, Config>(t.S, as_is<Config::d>(t.Q),
                                                              transposed<Config::d>(t.K));
-    __syncthreads();                                    // S is there
+    ptx::sync_block("scores_written");
     score_tile<Config>(t, p, rows, key0);
     if (hides_keys<Config>(p)) {
-      __syncthreads();                                  // the scores of all rows are there
+      ptx::sync_block("scores_finished");
       find_seen_keys<Config>(t.seen, t.S, rows.rows, keys);
-      __syncthreads();                                  // seen is there, and S may change
+      ptx::sync_block("seen_found");                    // and S may change
       forget_unseen_keys<Config, Config::d_v>(t.V, t.seen, keys);
     }
     softmax_tile<Config>(t, state, T(p.lazy));
-    __syncthreads();                                    // P and alpha are there
+    ptx::sync_block("P_written");                       // and alpha
     scale_rows(acc, where, t.alpha);
     multiply<Config::Bc>(acc, as_is<Config::Bc>(t.P), as_is<Config::d_v>(t.V));   // acc += P V
-    __syncthreads();                                    // V and alpha may change
+    ptx::sync_block("V_read");                          // and alpha
   }
   const int count = int(min(p.group * p.Nq - row0, int64(Config::Br)));
   const Tensor out = split_out<T>(p, split);
   finish_rows<Config>(p, t, rows, state, split, count);
-  __syncthreads();                                      // 1 / l is there
+  ptx::sync_block("l_written");
   store_rows(out, rows.base(out), rows.packed, count, int(p.d_v),
              acc, where, t.alpha);
 }
@@ -161,7 +161,7 @@ CF_DEVICE void forward(const ForwardParams& p) {
     const int64 sequence = task / (p.splits * tiles);
     forward_tile<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k, tile * Config::Br,
                          split);
-    __syncthreads();                                    // the memory is free for the next task
+    ptx::sync_block("memory_free");                     // for the next task
   }
 }
 

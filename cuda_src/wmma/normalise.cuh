@@ -20,7 +20,7 @@ CF_DEVICE bool keep_lse(const BackwardParams& p, const Rows& rows) {
     at<Normaliser<T>>(normaliser_address<T>(p, rows.b, head, rows.packed.query(r))) = {lse, T(0)};
     large = large || is_large(lse);
   }
-  return __syncthreads_or(large);
+  return ptx::sync_block_or(large, "some_large");       // and the memory is free
 }
 
 // m and ln l for rows with a large lse that says the same.
@@ -63,13 +63,12 @@ CF_DEVICE void normalise_tile(const BackwardParams& p, const ForwardTiles<Config
     const int keys = int(min(range.end - key0, int64(Bc)));
     load_tile<Config, Bc, Config::d>(t.K, p.k, k_base, key0, begin, keys, int(p.d), 1,
                                      p.vector_bytes);
-    __syncthreads();                                    // Q, K, ranges are there
+    ptx::sync_block("tiles_loaded");                    // Q, K and ranges
     multiply_into<Config::d, Config::Br, Bc, Config>(t.S, as_is<Config::d>(t.Q),
                                                      transposed<Config::d>(t.K));
-    __syncthreads();                                    // S is there, and K may change
+    ptx::sync_block("scores_written");                  // and K may change
     score_tile<Config>(t, p, rows, key0);
     softmax_tile<Config>(t, state, T(0));               // a thread's own scores
-    __syncthreads();                                    // S may change
   }
   keep_sums<Config>(p, rows, state);
 }
@@ -83,7 +82,6 @@ CF_DEVICE void normalise(const BackwardParams& p) {
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
     const int64 tile = task % tiles, sequence = task / tiles;
     normalise_tile<Config>(p, t, sequence / p.heads_k, sequence % p.heads_k, tile * Config::Br);
-    __syncthreads();                                    // the memory is free for the next task
   }
 }
 

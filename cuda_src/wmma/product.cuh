@@ -74,7 +74,7 @@ CF_DEVICE Where<Config> find_where(accumulator<typename Config::element>* scratc
   using T = accumulator<typename Config::element>;
   constexpr int side = Wmma<Config>::side;
   for (int i = int(threadIdx.x); i < side * side; i += 32 * Config::warps) scratch[i] = T(i);
-  __syncthreads();
+  ptx::sync_block("numbers_written");
   typename Wmma<Config>::C numbers;
   Wmma<Config>::load_c(numbers, scratch, side);
   Where<Config> where;

@@ -1,41 +1,85 @@
 """Plans for GPUs: which kernels, with which tiles, how much shared memory, how many blocks."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 
-from . import cuda_fused, cuda_hopper, cuda_hopper_backward, cuda_registers, long_sums
-from .cuda_tiles import FRAGMENT, choose, lazy
+from . import cuda_fused, cuda_hopper, cuda_hopper_backward, cuda_registers, cuda_tiles, long_sums
+from .kernel import FRAGMENT, Kernel, Refusal, lazy
 from .types import Buffer, CudaConfig, Launch, Plan
 
 SPLIT_KEYS = 512        # a split below this costs more in merging than idle multiprocessors
 ROWS_PER_BLOCK = 4      # of delta and combine, one warp each
 
+# All kernels. Of those that compute a pass the first that offers to is taken.
+KERNELS = (
+    *cuda_hopper.KERNELS, *cuda_hopper_backward.KERNELS,
+    *cuda_registers.KERNELS, *cuda_fused.KERNELS,
+    *cuda_tiles.KERNELS,
+    Kernel("combine", "combine.cuh", "ForwardParams"),
+    Kernel("delta", "delta.cuh", "BackwardParams"),
+    Kernel("backward_sum", "backward_sum.cuh", "BackwardParams"),
+)
+_BY_ENTRY = {kernel.entry: kernel for kernel in KERNELS}
 
-def plan_forward(problem, device):
-    """The kernel for sm_90a where it serves, otherwise one for every GPU."""
-    tuned, obstacle = cuda_hopper.choose(problem, device)
-    if not tuned:
-        return _plan_forward_everywhere(problem, device, obstacle)
-    config, smem, reason = tuned
-    launch = replace(_launch("hopper_forward", config, cuda_hopper.count_tasks(problem, config), 1,
-                             smem, reason), resident=True)
-    return _plan("forward", problem, device, [launch], [])
 
+@dataclass(frozen=True)
+class Tuning:
+    """What a plan chooses from, and what it goes by.
 
-def _plan_forward_everywhere(problem, device, obstacle):
-    """A forward kernel, and `combine` after it if the keys were split.
-
-    obstacle: why none for sm_90a; None if it was not one.
+    Attributes
+    ----------
+    kernels : tuple of Kernel
+        In order of preference.
+    split_keys : int
+        Keys of a split, at least.
     """
+
+    kernels: tuple[Kernel, ...] = KERNELS
+    split_keys: int = SPLIT_KEYS
+
+
+def kernel_of(entry):
+    """The record of a kernel by its entry."""
+    return _BY_ENTRY[entry]
+
+
+def _choose(direction, problem, device, tuning):
+    """The first kernel that offers to compute a pass, its offer, and the refusals before it."""
+    refusals = []
+    for kernel in tuning.kernels:
+        if kernel.direction == direction and device.family in ("", kernel.family):
+            offer = kernel.offer(problem, device)
+            if not isinstance(offer, Refusal):
+                return kernel, offer, tuple(refusals)
+            refusals.append(offer)
+    raise _unserved(refusals, device)
+
+
+def _unserved(refusals, device):
+    """The error where no kernel offers to compute a pass."""
+    if not device.family:
+        return NotImplementedError(
+            f"{refusals[-1].reason}; pass NumPy arrays (cupy.asnumpy(x)) to compute on the CPU")
+    families = sorted({kernel.family for kernel in KERNELS if kernel.direction})
+    if device.family not in families:
+        return ValueError(
+            f"the environment variable CUPY_FLASH_KERNELS is {device.family!r}, which is no family "
+            f"of kernels: expected one of {', '.join(families)}, or no such variable")
+    reasons = "; ".join(f"{refusal.entry}: {refusal.reason}" for refusal in refusals)
+    return NotImplementedError(
+        f"the environment variable CUPY_FLASH_KERNELS asks for {device.family}, which does not "
+        f"serve this call ({reasons}); unset it, and the planner chooses")
+
+
+def plan_forward(problem, device, tuning):
+    """A forward kernel, and `combine` after it if the keys were split."""
     p = problem
-    entry, config, smem, reason = _forward_kernel(p, device)
-    if obstacle:
-        reason += f"; not by wgmma: {obstacle}"
-    tasks = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
-    splits = _splits(p, tasks, config, device)
+    kernel, offer, refusals = _choose("forward", p, device, tuning)
+    config, tasks, reason = offer.config, offer.tasks, offer.reason
+    splits = _splits(p, tasks, config, device, tuning.split_keys) if kernel.splits else 1
     if splits > 1:
         reason += f"; {splits} splits of the keys, since {tasks} tiles of rows leave SMs idle"
-    launches = [_launch(entry, config, tasks * splits, splits, smem, reason)]
+    launches = [_launch(kernel.entry, config, tasks * splits, splits, offer.smem_bytes, reason)]
     rows = _rows(p)
     workspace = []
     if splits > 1:
@@ -43,37 +87,28 @@ def _plan_forward_everywhere(problem, device, obstacle):
                      Buffer("lse_partial", splits * rows, p.accumulator),
                      Buffer("l_partial", splits * rows, p.accumulator)]
         launches.append(_row_launch("combine", p, rows, splits, "adds up the splits, in order"))
-    return _plan("forward", p, device, launches, workspace)
+    return _plan("forward", p, device, launches, workspace, refusals)
 
 
-def plan_backward(problem, device):
+def plan_backward(problem, device, tuning):
     """One walk over the rows for all gradients; the general kernels for what has none."""
-    tuned, obstacle = cuda_hopper_backward.choose(problem, device)
-    if tuned:
-        row, config, smem = tuned
-        main = _launch(row.entry, config, _key_tiles(problem, config), 1, smem, row.reason)
-        return _plan_one_walk(problem, device, main, cuda_hopper_backward.around(config))
-    config, smem, reason = cuda_fused.choose(problem, device)
-    if config is None:
-        return _plan_general_backward(problem, device, reason)
-    reason += f"; not by wgmma: {obstacle}"
-    main = _launch_over_rows("backward_fused", problem, config, smem, reason, device)
-    around = replace(config, features=False, constants=config.constants[:len(cuda_fused.CONSTANTS)])
-    return _plan_one_walk(problem, device, main, around)
+    kernel, offer, refusals = _choose("backward", problem, device, tuning)
+    main = _launch_over_rows(kernel, offer, problem, device)
+    if offer.around:
+        launches, workspace = _plan_one_walk(problem, device, main, offer.around, tuning)
+    else:
+        launches, workspace = _plan_general_backward(problem, device, main, tuning)
+    return _plan("backward", problem, device, launches, workspace, refusals)
 
 
-def _key_tiles(problem, config):
-    return problem.batch * problem.heads_k * ceil(problem.Nk / config.Bc)
-
-
-def _launch_over_rows(entry, problem, config, smem, reason, device):
+def _launch_over_rows(kernel, offer, problem, device):
     """A kernel whose blocks own keys, each for a part of the rows if there are very many."""
-    tasks = _key_tiles(problem, config)
-    splits = long_sums.splits(problem, config, tasks, device)
-    if "pieces" in dict(config.constants):
-        reason += (f"; sums over {dict(config.constants)['pieces']} rows at a time, in {splits} "
-                   "splits of the rows")
-    return _launch(entry, config, tasks * splits, splits, smem, reason)
+    splits, reason = long_sums.splits(problem, offer.config, offer.tasks, device), offer.reason
+    if "pieces" in dict(offer.config.constants):
+        reason += (f"; sums over {dict(offer.config.constants)['pieces']} rows at a time, in "
+                   f"{splits} splits of the rows")
+    return _launch(kernel.entry, offer.config, offer.tasks * splits, splits, offer.smem_bytes,
+                   reason)
 
 
 def _sum_of_splits(problem, main):
@@ -87,11 +122,11 @@ def _sum_of_splits(problem, main):
                       Buffer("dv_sums", main.splits * keys * p.d_v, p.accumulator)]
 
 
-def _plan_one_walk(problem, device, main, around):
+def _plan_one_walk(problem, device, main, around, tuning):
     """The kernel of all gradients, between two small ones that are compiled for `around`."""
     p = problem
     tiles = p.batch * p.heads_k * ceil(p.group * p.Nq / main.config.Br)
-    launches, workspace = _normalise(p, device)
+    launches, workspace = _normalise(p, device, tuning)
     prepare = replace(around, features=bool(launches))
     launches += [
         _launch("backward_prepare", prepare, tiles, 1, 0, "lse and delta by tiles, zeros for dq"),
@@ -104,38 +139,29 @@ def _plan_one_walk(problem, device, main, around):
     workspace += [Buffer("state", state, p.accumulator), Buffer("dq_sums", sums, p.accumulator),
                   *buffers]
     if p.bias_shape and 0 not in p.bias_shape and not cuda_fused.writes_dbias(p):
-        launches += [_delta(p), _dbias(p, device)]
+        launches += [_delta(p), _part("dbias", p, device, tuning)]
         workspace.append(_delta_buffer(p))
-    return _plan("backward", p, device, launches, workspace)
+    return launches, workspace
 
 
-def _plan_general_backward(problem, device, why):
+def _plan_general_backward(problem, device, main, tuning):
     """`delta`, one kernel for dk and dv, one for dq, and `dbias` if there is a bias."""
     p = problem
-    launches, workspace = _normalise(p, device)
-    launches.append(_delta(p))
-    config, smem, reason = choose("backward_dkdv", p, device)
-    config = long_sums.tuned(p, "backward_dkdv", config, device)
-    main = _launch_over_rows("backward_dkdv", p, config, smem, f"{why}; {reason}", device)
+    launches, workspace = _normalise(p, device, tuning)
     more, buffers = _sum_of_splits(p, main)
-    launches += [main, *more]
-    config, smem, reason = choose("backward_dq", p, device)
-    tasks = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
-    launches.append(_launch("backward_dq", config, tasks, 1, smem, reason))
-    if p.bias_shape:
-        launches.append(_dbias(p, device))
+    parts = ["backward_dq", "dbias"] if p.bias_shape else ["backward_dq"]
+    launches += [_delta(p), main, *more, *(_part(x, p, device, tuning) for x in parts)]
     workspace += [_delta_buffer(p), *buffers]
-    return _plan("backward", p, device, launches, workspace)
+    return launches, workspace
 
 
-def _normalise(problem, device):
+def _normalise(problem, device, tuning):
     """m and ln l of rows whose lse cannot hold them, beside a large bias or ALiBi."""
     p = problem
     if not (p.bias_shape or p.has_alibi):
         return [], []
-    config, smem, _ = choose("forward", p, device)
-    tasks = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
-    launch = _launch("normalise", config, tasks, 1, smem, "m and ln l of rows with a large lse")
+    launch = replace(_part("normalise", p, device, tuning),
+                     reason="m and ln l of rows with a large lse")
     return [launch], [Buffer("normalisers", 2 * _rows(p), p.accumulator)]
 
 
@@ -152,27 +178,20 @@ def _rows(problem):
     return problem.batch * problem.heads_q * problem.Nq
 
 
-def _dbias(problem, device):
-    config, smem, reason = choose("dbias", problem, device)
-    b, h, n, c = problem.bias_shape
-    tasks = b * h * ceil(n / config.Br) * ceil(c / config.Bc)
-    return _launch("dbias", config, tasks, 1, smem, reason)
+def _part(entry, problem, device, tuning):
+    """A kernel of a backward pass beside the one that was chosen, which takes it for granted."""
+    (kernel,) = (kernel for kernel in tuning.kernels if kernel.entry == entry)
+    offer = kernel.offer(problem, device)
+    if isinstance(offer, Refusal):
+        raise _unserved([offer], device)
+    return _launch_of(kernel, offer)
 
 
-def _forward_kernel(problem, device):
-    """Entry, config, bytes of shared memory and reason: in registers where that kernel serves."""
-    tuned, obstacle = cuda_registers.choose(problem, device)
-    if tuned:
-        return "forward_registers", *tuned
-    config, smem, reason = choose("forward", problem, device)
-    return "forward", config, smem, f"{reason}; the general kernel: {obstacle}"
-
-
-def _splits(problem, tasks, config, device):
+def _splits(problem, tasks, config, device, split_keys):
     """Parts of the keys: 1, or as many as give every multiprocessor two blocks."""
     if tasks == 0 or tasks >= device.sms:
         return 1
-    most = min(2 * device.sms // tasks, problem.Nk // SPLIT_KEYS)
+    most = min(2 * device.sms // tasks, problem.Nk // split_keys)
     if most <= 1:
         return 1
     tiles = ceil(ceil(problem.Nk / config.Bc) / most)       # of a split; then no split is empty
@@ -189,11 +208,16 @@ def _row_launch(entry, problem, rows, splits, reason):
     return _launch(entry, config, ceil(rows / ROWS_PER_BLOCK), splits, 0, reason)
 
 
+def _launch_of(kernel, offer):
+    """The launch of a kernel that has offered to compute a pass or a part of it."""
+    return _launch(kernel.entry, offer.config, offer.tasks, 1, offer.smem_bytes, offer.reason)
+
+
 def _launch(entry, config, tasks, splits, smem, reason):
     return Launch(entry, config, tasks, 32 * config.warps, splits, reason, smem)
 
 
-def _plan(direction, problem, device, launches, workspace):
+def _plan(direction, problem, device, launches, workspace, refusals):
     """The plan without the launches that have nothing to do."""
     return Plan(direction, problem, device, tuple(x for x in launches if x.tasks),
-                tuple(b for b in workspace if b.extent))
+                tuple(b for b in workspace if b.extent), refusals)

@@ -5,14 +5,16 @@ seven of `backward_dkdv` and `backward_dq`. dq is summed by atomic additions, so
 differ from run to run.
 """
 
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
-from .cuda_tiles import lazy
+from .kernel import FRAGMENT, Candidate, Kernel, Offer, itemsize, kind_of, lazy, total
 from .types import CudaConfig
 
-FRAGMENT = 16
+# Bytes of structs of the CUDA sources: KeyRange and SeenSpan, ScoreRow by those of a sum, OwnKeys.
+RANGE, SCORE_ROW, OWN_KEYS = 8, {4: 40, 8: 48}, 144
 CONSTANTS = ("roles", "parts", "stages", "blocks")
 
 
@@ -71,36 +73,45 @@ TILES = {
 }
 
 
-def choose(problem, device):
-    """(config, bytes of shared memory, reason) of the fused kernel; config None: not served."""
-    p = problem
-    if p.deterministic:
-        return None, 0, "not the fused kernel, whose atomic additions have no order"
-    dtypes = [str(dtype) for name, _, _, dtype, *_ in p.layouts if name == "bias"]
-    if "float64" in (*dtypes, p.dbias_dtype) and p.dtype != "float64":
-        return None, 0, "not the fused kernel, which takes a float64 bias with float64 alone"
-    for tile in TILES[kind_of(p)]:
-        config = long_sums.tuned(p, "backward_fused", config_of(p, tile), device)
-        need = smem_bytes(config)
-        if max(p.d, p.d_v) > tile.d or need > device.smem:
-            continue
-        if config.features and tile.roles > 1:
-            continue            # features take the registers of the twice as many scores
-        return config, need, tile.reason
-    return None, 0, "not the fused kernel, which has no tile for such wide heads here"
+@dataclass(frozen=True, eq=False)
+class BackwardFused(Candidate):
+    """The kernel; `rows` is a table like `TILES`."""
+
+    def best(self, problem, device):
+        """The first row that is wide enough and fits."""
+        p = problem
+        if p.deterministic:
+            return "its atomic additions have no order"
+        dtypes = [str(dtype) for name, _, _, dtype, *_ in p.layouts if name == "bias"]
+        if "float64" in (*dtypes, p.dbias_dtype) and p.dtype != "float64":
+            return "it takes a float64 bias with float64 alone"
+        for tile in self.rows[kind_of(p.dtype, p.precision)]:
+            config = long_sums.tuned(p, self.entry, config_of(p, tile), device)
+            need = smem_bytes(config)
+            if max(p.d, p.d_v) > tile.d or need > device.smem:
+                continue
+            if config.features and tile.roles > 1:
+                continue        # features take the registers of the twice as many scores
+            around = replace(config, features=False, constants=config.constants[:len(CONSTANTS)])
+            return Offer(config, need, count_tasks(p, config), tile.reason, around)
+        return "it has no tile for such wide heads here"
+
+
+BACKWARD = BackwardFused("backward_fused", "mma/backward.cuh", "BackwardParams",
+                         direction="backward", family="sm80", rows=TILES)
+KERNELS = (BACKWARD, Kernel("backward_prepare", "mma/prepare.cuh", "BackwardParams"),
+           Kernel("backward_finish", "mma/prepare.cuh", "BackwardParams"))
+
+
+def count_tasks(problem, config):
+    """Tiles of keys."""
+    return problem.batch * problem.heads_k * ceil(problem.Nk / config.Bc)
 
 
 def writes_dbias(problem):
     """Whether the kernel writes dbias: each score has an element of its own, without a softcap."""
     p = problem
     return p.bias_shape == (p.batch, p.heads_q, p.Nq, p.Nk) and p.softcap == 0
-
-
-def kind_of(problem):
-    """The rows of the table that serve an element type."""
-    if problem.dtype in ("float16", "bfloat16"):
-        return "16-bit"
-    return problem.precision or problem.dtype
 
 
 def config_of(problem, tile):
@@ -121,20 +132,31 @@ def warps_across(tile):
 
 
 def smem_bytes(config):
-    """Dynamic shared memory of a block, as `BackwardFusedTraits` adds it up."""
-    size = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[config.element]
-    roles, parts, stages, *_ = (value for _, value in config.constants)
+    """Dynamic shared memory of a block."""
+    return total(smem_pieces(config))
+
+
+def smem_pieces(config):
+    """What a block has in shared memory, in the order of the kernel's tiles."""
+    size, constants = itemsize(config.element), dict(config.constants)
+    roles, parts, stages = (constants[name] for name in ("roles", "parts", "stages"))
+    Br, Bc, sums = config.Br, config.Bc, max(4, size)
 
     def tile(rows, columns):
         return rows * (columns + (8 if size == 2 else 4)) * size
 
-    keys, rows = (tile(n, config.d) + tile(n, config.d_v) for n in (config.Bc, config.Br))
-    rows *= 2 if config.precision == "tf32x3" else 1    # in two parts
-    scores = tile(config.Bc, config.Br) * (2 if parts > 1 and roles == 1 and size < 8 else 1)
-    scores += config.Bc * config.Br * max(4, size) if roles > 1 else 0
-    state = config.Br * (2 * max(4, size) + 8 + ((40 + size // 8 * 8 + 8) * config.features))
-    seen = 4 * parts * config.Bc if config.features else 0
-    return keys + scores + stages * (rows + state) + seen + 18 * 8 + 4 * 8
+    rows = stages * (2 * Br if config.precision == "tf32x3" else Br)    # in two parts
+    pieces = [("K", tile(Bc, config.d)), ("V", tile(Bc, config.d_v)), ("Q", tile(rows, config.d)),
+              ("dO", tile(rows, config.d_v)), ("dS", tile(Bc, Br))]
+    if parts > 1 and roles == 1 and size < 8:
+        pieces.append(("P", tile(Bc, Br)))
+    if roles > 1:
+        pieces.append(("P of the other role", Bc * Br * sums))
+    pieces += [("lse, delta", stages * 2 * Br * sums), ("ranges", stages * Br * RANGE)]
+    if config.features:
+        pieces += [("rows", stages * Br * SCORE_ROW[sums]), ("dbias", stages * Br * 8),
+                   ("seen keys", 4 * parts * Bc)]
+    return *pieces, ("own", OWN_KEYS), ("seen", 4 * RANGE)
 
 
 def workspace(problem, config):

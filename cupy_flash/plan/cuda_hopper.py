@@ -5,11 +5,12 @@ whole 16 bytes (but any number of columns: it fills up with zeros). What they ca
 kernels for every GPU, and the plan says why.
 """
 
+from dataclasses import dataclass
 from math import ceil, e, log2, prod
 from typing import NamedTuple
 
 from . import long_sums
-from .cuda_tiles import FRAGMENT, lazy
+from .kernel import FRAGMENT, RESIDENT, SCALES, Box, Candidate, Offer, lazy, total
 from .types import CudaConfig
 
 PANEL = 64                  # columns of a tile that lie together, 128 bytes
@@ -18,11 +19,9 @@ MOST_ROWS = 2**30           # packed rows, keys, tasks: they are counted in 32 b
 FEWEST_ROWS = 64            # below, a tile of 128 rows is mostly empty
 MANY_KEYS = 1024            # they are better split if there are few tiles of rows
 SMEM = 227 << 10
+HEAD = 1024                 # bytes before the tiles, which are aligned to so many
 BORDER = 16                 # bytes that the TMA unit counts in
 CACHED = 32 << 20           # bytes of K and V that may stay in the L2 cache beside all else
-# Scores stay q.k until the exponential, where one factor brings scale and base in, unless that is
-# not positive, or near the ends of float32.
-SCALES = 2.0**-60, 2.0**60
 
 
 class Row(NamedTuple):
@@ -57,48 +56,83 @@ ROWS = (
 )
 
 
-def choose(problem, device):
-    """(config, bytes of shared memory, reason) of the row that serves; or None, and why not."""
-    obstacle = obstacle_of(problem, device)
-    if obstacle:
-        return None, obstacle
-    crowded = reads_scores(problem)
-    row = min((row for row in ROWS if problem.d <= row.d and problem.d_v <= row.d_v),
-              key=lambda row: (row.d, row.d_v, crowded and row.Br > 128,
-                               scores_of(problem, row) / pace_of(problem, row)))
-    config = config_of(problem, row)
-    tasks = count_tasks(problem, config)
-    if 2 * tasks < device.sms and problem.Nk > MANY_KEYS:
-        return None, f"{tasks} tiles of {row.Br} rows leave most multiprocessors idle"
-    if max(tasks, problem.Nk, problem.group * problem.Nq) >= MOST_ROWS:
-        return None, "the sequences are too long to count in 32 bits"
-    return (config, smem_bytes(config), row.reason), None
+@dataclass(frozen=True, eq=False)
+class HopperForward(Candidate):
+    """The forward kernel; `rows` is a table like `ROWS`.
+
+    Attributes
+    ----------
+    fewest_rows : int
+        Packed rows for a key head, below which other kernels serve.
+    many_keys : int
+        So many keys at most, where the tiles of rows leave most multiprocessors idle.
+    """
+
+    fewest_rows: int = FEWEST_ROWS
+    many_keys: int = MANY_KEYS
+
+    def best(self, problem, device):
+        """Of the rows with the smallest widths that suffice, the one that is done first."""
+        p = problem
+        reason = self.unsupported_reason(p)
+        if reason:
+            return reason
+        crowded = reads_scores(p)
+        row = min((row for row in self.rows if p.d <= row.d and p.d_v <= row.d_v),
+                  key=lambda row: (row.d, row.d_v, crowded and row.Br > 128,
+                                   scores_of(p, row) / pace_of(p, row)))
+        config = config_of(p, row)
+        tasks = count_tasks(p, config)
+        if 2 * tasks < device.sms and p.Nk > self.many_keys:
+            return f"{tasks} tiles of {row.Br} rows leave most multiprocessors idle"
+        if max(tasks, p.Nk, p.group * p.Nq) >= MOST_ROWS:
+            return "the sequences are too long to count in 32 bits"
+        return Offer(config, smem_bytes(config), tasks, row.reason)
+
+    def unsupported_reason(self, problem):
+        """What the kernel cannot do of a problem, in words; None if it can do all."""
+        p = problem
+        if p.dtype not in ("float16", "bfloat16"):
+            return "its elements have 16 bits"
+        if p.group * p.Nq < self.fewest_rows or p.Nk == 0:
+            return f"fewer than {self.fewest_rows} rows for a key head"
+        keys = long_sums.keys_of_a_row(p)
+        if long_sums.is_fresh(p, keys):
+            return f"sums over {keys} keys in tensor cores lose digits that {p.out_dtype} has"
+        return unsupported_arrays(p, ("q", "k", "v"), stored=("out",))
+
+    def parameters(self, problem, config):
+        """The order of its tasks, and what scores and softmax need in base 2."""
+        p, pack = problem, pack_of(problem, config.Br)
+        return {"pack": pack, "section": section_of(p, pack), "lazy_2": config.lazy * log2(e),
+                "unit": log2(e) if config.features else p.scale * log2(e),
+                "qk_scale": p.scale, "cap": p.softcap, "per_cap": 1 / p.softcap if p.softcap else 0,
+                "most": config.Bc // 4 * e**config.lazy}
+
+    def boxes(self, problem, config):
+        """Rows of each consumer and of each warp, whole tiles of keys."""
+        pack, keys = pack_of(problem, config.Br), box_of_keys(config.Bc)
+        return {"q": box_of_rows(CONSUMER, pack), "k": keys, "v": keys,
+                "out": box_of_rows(WARP, pack) if tiled(config) else None}
 
 
-def obstacle_of(problem, device):
-    """What the kernel cannot do of a problem, in words; None if it can do all."""
-    p = problem
-    obstacle = obstacle_to_wgmma(p, device)
-    if obstacle:
-        return obstacle
-    if p.group * p.Nq < FEWEST_ROWS or p.Nk == 0:
-        return f"fewer than {FEWEST_ROWS} rows for a key head"
-    keys = long_sums.keys_of_a_row(p)
-    if long_sums.is_fresh(p, keys):
-        return f"sums over {keys} keys in tensor cores lose digits that {p.out_dtype} has"
-    return obstacle_in(p, ("q", "k", "v"), stored=("out",))
+FORWARD = HopperForward("hopper_forward", "hopper/forward.cuh", "HopperForwardParams", RESIDENT,
+                        "90a", ("q", "k", "v", "out"), "forward", family="sm90", rows=ROWS)
+KERNELS = (FORWARD,)
 
 
-def obstacle_to_wgmma(problem, device):
-    """Why no kernel for sm_90a serves; None if one can."""
-    if not device.wgmma:
-        return "sm_90 and NVRTC 12.9 or newer have it"
-    if problem.dtype not in ("float16", "bfloat16"):
-        return "its elements have 16 bits"
-    return None
+def box_of_rows(count, pack):
+    """So many packed rows; those of the heads in a pack lie side by side in a tile."""
+    heads = min(pack, count)
+    return Box((3, 1, 2, 0), (PANEL, heads, count // heads, 1))
 
 
-def obstacle_in(problem, loaded, stored=()):
+def box_of_keys(count):
+    """So many rows of a key head."""
+    return Box((3, 2, 1, 0), (PANEL, count, 1, 1))
+
+
+def unsupported_arrays(problem, loaded, stored=()):
     """Why the TMA unit cannot move one of these arrays; None if it can move all.
 
     Results have other ways to memory, whatever their strides.
@@ -203,15 +237,6 @@ def section_of(problem, pack):
     return min(heads_k * (p.group // pack), p.batch * p.heads_q // pack)
 
 
-def extras(problem, config):
-    """The kernel's parameters beside those of every forward kernel."""
-    p, pack = problem, pack_of(problem, config.Br)
-    return {"pack": pack, "section": section_of(p, pack), "lazy_2": config.lazy * log2(e),
-            "unit": log2(e) if config.features else p.scale * log2(e),
-            "qk_scale": p.scale, "cap": p.softcap, "per_cap": 1 / p.softcap if p.softcap else 0,
-            "most": config.Bc // 4 * e**config.lazy}
-
-
 def config_of(problem, row):
     """What the kernel is compiled for, to serve this problem with this row."""
     p = problem
@@ -223,18 +248,29 @@ def config_of(problem, row):
                                ("narrow", narrow(p)), ("holes", int(holes))))
 
 
-def smem_bytes(config):
-    """Dynamic shared memory of a block, as the kernel's traits add it up."""
-    def tile(rows, columns):
-        return rows * ceil(columns / PANEL) * 2 * PANEL
+def tile_bytes(rows, columns):
+    """Bytes of a tile of 16-bit elements, which lies in panels."""
+    return rows * ceil(columns / PANEL) * 2 * PANEL
 
-    Q, KV = tile(config.Br, config.d), tile(config.Bc, config.d) + tile(config.Bc, config.d_v)
-    out = tile(config.Br, PANEL) if tiled(config) else 0
-    choices = (1024 + stages * KV + tiles_Q * Q for stages, tiles_Q in ((4, 2), (2, 2), (2, 1)))
-    loaded = next((bytes for bytes in choices if bytes + out <= SMEM), SMEM + 1)
-    if loaded > SMEM or not out:
-        return loaded
-    return loaded + out * min(ceil(config.d_v / PANEL), (SMEM - loaded) // out)
+
+def smem_bytes(config):
+    """Dynamic shared memory of a block."""
+    return total(smem_pieces(config))
+
+
+def smem_pieces(config):
+    """What a block has in shared memory, in the order of the kernel's tiles."""
+    Q, K, V = (tile_bytes(rows, columns) for rows, columns in (
+        (config.Br, config.d), (config.Bc, config.d), (config.Bc, config.d_v)))
+    out = tile_bytes(config.Br, PANEL) if tiled(config) else 0
+    # Stages of K and V, and tiles of Q, beside one place for results: as many as there is room for.
+    for stages, tiles_Q in ((4, 2), (2, 2), (2, 1)):
+        loaded = HEAD + tiles_Q * Q + stages * (K + V)
+        if loaded + out <= SMEM:
+            break
+    places = min(ceil(config.d_v / PANEL), (SMEM - loaded) // out) if out else 0
+    return (("work, barriers, seen keys", HEAD), ("Q", tiles_Q * Q), ("K", stages * K),
+            ("V", stages * V), ("out", places * out))
 
 
 def tiled(config):

@@ -4,25 +4,33 @@ They multiply by wgmma and load by the TMA unit, like the forward kernel of `cud
 between the same two small kernels as the fused kernel for every GPU.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
-from .cuda_fused import CONSTANTS
-from .cuda_hopper import MOST_ROWS, PANEL, obstacle_in, obstacle_to_wgmma
-from .cuda_tiles import lazy
+from .cuda_fused import CONSTANTS, count_tasks
+from .cuda_hopper import (
+    HEAD,
+    MOST_ROWS,
+    PANEL,
+    box_of_keys,
+    box_of_rows,
+    tile_bytes,
+    unsupported_arrays,
+)
+from .kernel import ONE_TASK, Candidate, Offer, lazy, total
 from .types import CudaConfig
 
-WARPS = 12                  # of a block: two consumers and a producer
+CONSUMERS, WARPS = 2, 12    # of a block, with the producer's warps
+STAGES = 2                  # tiles of rows that are in shared memory or on their way
 # Warps, roles, parts, stages, blocks of the kernels around, which are those of the fused kernel.
 AROUND = 4, (1, 1, 1, 2)
 
 
 class Row(NamedTuple):
-    """A row of the table: kernel, rows and keys of a tile, and the widest head dim it serves."""
+    """A row of the table: rows and keys of a tile, and the widest head dim it serves."""
 
-    entry: str
     Br: int
     Bc: int
     d: int
@@ -30,32 +38,72 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row("hopper_backward", 128, 128, 64,
-        "two consumers of 64 keys; each has dQ of half the rows"),
-    Row("hopper_backward", 64, 128, 128,
-        "two consumers of 64 keys, whose dK and dV take half of the registers; each has dQ of half "
-        "the columns"),
-    Row("hopper_backward_wide", 64, 64, 256,
-        "dK and dV of 64 keys take half of the registers of two consumers"),
+    Row(128, 128, 64, "two consumers of 64 keys; each has dQ of half the rows"),
+    Row(64, 128, 128, "two consumers of 64 keys, whose dK and dV take half of the registers; each "
+        "has dQ of half the columns"),
+)
+WIDE_ROWS = (
+    Row(64, 64, 256, "dK and dV of 64 keys take half of the registers of two consumers"),
 )
 
 
-def choose(problem, device):
-    """(row, config, bytes of shared memory) of the row that serves; or None, and why not."""
-    obstacle = obstacle_of(problem, device)
-    if obstacle:
-        return None, obstacle
-    row = next(row for row in ROWS if max(problem.d, problem.d_v) <= row.d)
-    config = config_of(problem, row)
-    return (row, config, smem_bytes(row, config)), None
+@dataclass(frozen=True, eq=False)
+class HopperBackward(Candidate):
+    """One of the kernels; `rows` is a table like `ROWS`.
+
+    Attributes
+    ----------
+    wide : bool
+        Whether P goes through shared memory, and each of d and d_v has its own width.
+    """
+
+    wide: bool = False
+
+    def best(self, problem, device):
+        """The first row that is wide enough."""
+        p = problem
+        reason = unsupported_reason(p, device)
+        if reason:
+            return reason
+        for row in self.rows:
+            if max(p.d, p.d_v) <= row.d:
+                config = self.config_of(p, row)
+                return Offer(config, self.smem_bytes(config), count_tasks(p, config), row.reason,
+                             around(config))
+        return "dK and dV of such wide heads fill its registers"
+
+    def config_of(self, problem, row):
+        """What the kernel is compiled for, to serve this problem with this row."""
+        d = d_v = row.d
+        if self.wide:
+            d, d_v = (ceil(x / PANEL) * PANEL for x in (problem.d, problem.d_v))
+        return CudaConfig(problem.dtype, None, d, d_v, row.Br, row.Bc, WARPS, False, lazy(problem),
+                          (("blocks", 1),))
+
+    def smem_bytes(self, config):
+        """Dynamic shared memory of a block."""
+        return total(self.smem_pieces(config))
+
+    def smem_pieces(self, config):
+        """What a block has in shared memory, in the order of the kernel's tiles."""
+        Br, Bc, d, d_v = config.Br, config.Bc, config.d, config.d_v
+        P = (("P", Bc * Br * 4),) if self.wide else ()
+        return (("work, barriers", HEAD), ("K", tile_bytes(Bc, d)), ("V", tile_bytes(Bc, d_v)),
+                ("Q", STAGES * tile_bytes(Br, d)), ("dO", STAGES * tile_bytes(Br, d_v)),
+                ("dS", STAGES * tile_bytes(Bc, Br)), *P, ("lse, delta", STAGES * 2 * Br * 4),
+                ("ranges", CONSUMERS * Br * 8))
+
+    def boxes(self, problem, config):
+        """Whole tiles of rows, of all heads of a group, and of keys."""
+        rows, keys = box_of_rows(config.Br, problem.group), box_of_keys(config.Bc)
+        return {"q": rows, "k": keys, "v": keys, "dout": rows}
 
 
-def obstacle_of(problem, device):
-    """What the kernel cannot do of a problem, in words; None if it can do all."""
+def unsupported_reason(problem, device):
+    """Why the kernels do not serve a problem on a device, in words; None if they do."""
     p = problem
-    obstacle = obstacle_to_wgmma(p, device)
-    if obstacle:
-        return obstacle
+    if p.dtype not in ("float16", "bfloat16"):
+        return "its elements have 16 bits"
     if p.has_features:
         return "it knows no mask, bias, ALiBi or softcap"
     if p.deterministic:
@@ -69,16 +117,7 @@ def obstacle_of(problem, device):
         return f"the tiles of {p.Nk} keys leave most multiprocessors idle"
     if max(p.Nk, p.group * p.Nq) >= MOST_ROWS:
         return "the sequences are too long to count in 32 bits"
-    return obstacle_in(p, ("q", "k", "v", "dout"))
-
-
-def config_of(problem, row):
-    """What the kernel is compiled for, to serve this problem with this row."""
-    d = d_v = row.d
-    if row.entry == "hopper_backward_wide":
-        d, d_v = (ceil(x / PANEL) * PANEL for x in (problem.d, problem.d_v))
-    return CudaConfig(problem.dtype, None, d, d_v, row.Br, row.Bc, WARPS, False, lazy(problem),
-                      (("blocks", 1),))
+    return unsupported_arrays(p, ("q", "k", "v", "dout"))
 
 
 def around(config):
@@ -88,13 +127,8 @@ def around(config):
                    constants=tuple(zip(CONSTANTS, constants, strict=True)))
 
 
-def smem_bytes(row, config):
-    """Dynamic shared memory of a block, as the kernel's traits add it up."""
-    def tile(rows, columns):
-        return rows * ceil(columns / PANEL) * 2 * PANEL
-
-    keys = tile(config.Bc, config.d) + tile(config.Bc, config.d_v)
-    stage = (tile(config.Br, config.d) + tile(config.Br, config.d_v) + tile(config.Bc, config.Br)
-             + 2 * config.Br * 4)
-    P = config.Bc * config.Br * 4 if row.entry == "hopper_backward_wide" else 0
-    return 1024 + keys + 2 * stage + P + 2 * config.Br * 8
+BACKWARD = HopperBackward("hopper_backward", "hopper/backward.cuh", "HopperBackwardParams",
+                          ONE_TASK, "90a", ("q", "k", "v", "dout"), "backward", family="sm90",
+                          rows=ROWS)
+KERNELS = BACKWARD, replace(BACKWARD, entry="hopper_backward_wide", wide=True, rows=WIDE_ROWS,
+                            header="hopper/backward_wide.cuh")

@@ -4,16 +4,13 @@ It is fast because nothing but Q, K and V goes through shared memory. It knows n
 bias, softcap or ALiBi; the general kernel of `cuda_tiles` does.
 """
 
+from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
-from .cuda_tiles import FRAGMENT, lazy
+from .kernel import FRAGMENT, SCALES, Candidate, Offer, itemsize, kind_of, lazy, total
 from .types import CudaConfig
-
-# Scores stay q.k until the exponential, where one factor brings scale and base in. It must be
-# positive, and far from the ends of float32.
-SCALES = 2.0**-60, 2.0**60
 
 
 class Row(NamedTuple):
@@ -90,24 +87,34 @@ ROWS = {
 }
 
 
-def choose(problem, device):
-    """(config, bytes of shared memory, reason) of the first row that serves; or None, and why not.
-    """
-    obstacle = obstacle_of(problem)
-    if obstacle:
-        return None, obstacle
-    for row in ROWS[kind_of(problem)]:
-        config = config_of(problem, row)
-        need = smem_bytes(config)
-        # Splitting Q pays only where it leaves room for as many blocks.
-        room = device.smem // (row.blocks if row.split_Q else 1)
-        if (max(config.d, config.d_v) <= row.width and need <= room
-                and config.d_v % (FRAGMENT * (2 if row.pairs else 1)) == 0):
-            return (config, need, row.reason), None
-    return None, f"no tile in registers for head dims {problem.d} and {problem.d_v}"
+@dataclass(frozen=True, eq=False)
+class ForwardRegisters(Candidate):
+    """The kernel; `rows` is a table like `ROWS`."""
+
+    def best(self, problem, device):
+        """The first row that serves."""
+        p = problem
+        reason = unsupported_reason(p)
+        if reason:
+            return reason
+        for row in self.rows[kind_of(p.dtype, p.precision)]:
+            config = config_of(p, row)
+            need = smem_bytes(config)
+            # Splitting Q pays only where it leaves room for as many blocks.
+            room = device.smem // (row.blocks if row.split_Q else 1)
+            if (max(config.d, config.d_v) <= row.width and need <= room
+                    and config.d_v % (FRAGMENT * (2 if row.pairs else 1)) == 0):
+                tasks = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
+                return Offer(config, need, tasks, row.reason)
+        return f"no tile in registers for head dims {p.d} and {p.d_v}"
 
 
-def obstacle_of(problem):
+FORWARD = ForwardRegisters("forward_registers", "mma/forward.cuh", "ForwardParams",
+                           direction="forward", family="sm80", splits=True, rows=ROWS)
+KERNELS = (FORWARD,)
+
+
+def unsupported_reason(problem):
     """What the kernel cannot do of a problem, in words; None if it can do all."""
     p = problem
     if p.has_features:
@@ -115,13 +122,6 @@ def obstacle_of(problem):
     if not SCALES[0] <= p.scale <= SCALES[1]:
         return f"a scale of {p.scale:g} cannot be joined with the exponential"
     return None
-
-
-def kind_of(problem):
-    """The key of the table for an element type and precision."""
-    if problem.dtype in ("float16", "bfloat16"):
-        return "16-bit"
-    return problem.precision or problem.dtype
 
 
 def config_of(problem, row):
@@ -138,14 +138,20 @@ def config_of(problem, row):
 
 
 def smem_bytes(config):
-    """Dynamic shared memory of a block, as the kernel's traits add it up."""
-    itemsize = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[config.element]
+    """Dynamic shared memory of a block."""
+    return total(smem_pieces(config))
+
+
+def smem_pieces(config):
+    """What a block has in shared memory, in the order of the kernel's tiles."""
+    size, constants = itemsize(config.element), dict(config.constants)
     d, d_v, Br, Bc = config.d, config.d_v, config.Br, config.Bc
-    pad = 8 if itemsize == 2 else 4
+    pad = 8 if size == 2 else 4
     keys = 2 * Bc if config.precision == "tf32x3" else Bc      # in two parts
-    rows = 2 * Br if dict(config.constants)["split_Q"] else Br
-    tiles = (rows * (max(d, d_v) + pad) + keys * (d + pad + d_v + 16 // itemsize)) * itemsize
-    shared_rows = 0
-    if dict(config.constants)["pairs"]:                 # P, and what two warps say of their rows
-        shared_rows = Br * (Bc + pad) * itemsize + 2 * 2 * Br * 4
-    return tiles + shared_rows
+    rows = 2 * Br if constants["split_Q"] else Br
+    tiles = (("Q, then out", rows * (max(d, d_v) + pad) * size), ("K", keys * (d + pad) * size),
+             ("V", keys * (d_v + 16 // size) * size))
+    if not constants["pairs"]:
+        return tiles
+    # What two warps say of their rows.
+    return *tiles, ("P", Br * (Bc + pad) * size), ("top", 2 * Br * 4), ("l", 2 * Br * 4)

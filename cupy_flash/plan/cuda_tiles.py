@@ -1,15 +1,18 @@
-"""The tiles of the CUDA kernels: a table, each row with its reason, and the choice of a row."""
+"""The kernels that multiply by wmma, on every GPU and for every problem, and their tiles."""
 
-from math import ceil, log
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
+from .kernel import FRAGMENT, Candidate, Offer, itemsize, kind_of, lazy, total
 from .types import CudaConfig
 
-FRAGMENT = 16               # head dims are padded to whole fragments
 # Accumulators of a thread, in 32-bit registers. Beside them a thread needs fragments, addresses
 # and the lazy softmax; twice as many leave no room below the 255 that there are.
 ACCUMULATOR_REGISTERS = 64
+# `normalise` is compiled for the tiles of `forward`, whose sums it repeats.
+FORWARD_ENTRIES = "forward", "normalise"
 
 
 class Tile(NamedTuple):
@@ -23,25 +26,27 @@ class Tile(NamedTuple):
 
 # The first row that fits in registers and shared memory is taken. Whatever the head dim up to 256,
 # one row of each list fits in the 99 KiB of the smallest GPUs (sm_86, sm_89, sm_120).
-TILES = {
-    ("forward", "16-bit"): (
+FORWARD_TILES = {
+    "16-bit": (
         Tile(64, 64, 4, "16 rows a warp, as many keys as rows"),
         Tile(64, 64, 8, "a wide d_v: twice the warps share the accumulator"),
         Tile(64, 32, 8, "half the keys, since the operands are wide for the shared memory"),
     ),
-    ("forward", "float32"): (
+    "float32": (
         Tile(64, 64, 4, "16 rows a warp, as many keys as rows"),
         Tile(64, 32, 4, "half the keys, since the operands are wide for the shared memory"),
         Tile(64, 32, 8, "a wide d_v: twice the warps share the accumulator"),
         Tile(32, 16, 4, "half the rows too: the widest operands in 99 KiB"),
     ),
-    ("forward", "float64"): (
+    "float64": (
         Tile(32, 32, 4, "an accumulator takes two registers: half the rows of float32"),
         Tile(32, 16, 4, "half the keys, since the operands are wide for the shared memory"),
         Tile(32, 16, 8, "a wide d_v: twice the warps share the accumulator"),
         Tile(16, 8, 4, "half the rows too: the widest operands in 99 KiB"),
     ),
-    ("backward", "16-bit"): (
+}
+BACKWARD_TILES = {
+    "16-bit": (
         Tile(64, 64, 4, "as many keys as rows: Q, dO, K, V and the scores fill 99 KiB at d = 64"),
         Tile(64, 64, 8, "wide operands: twice the warps share the accumulators"),
         Tile(64, 32, 4, "half the keys, since the operands are wide for the shared memory"),
@@ -49,14 +54,14 @@ TILES = {
         Tile(32, 32, 4, "half the rows too: wide operands in 99 KiB"),
         Tile(32, 32, 8, "the same with twice the warps, for the accumulators of dk and dv"),
     ),
-    ("backward", "float32"): (
+    "float32": (
         Tile(64, 64, 8, "as many keys as rows; with 4 warps compilation takes a third longer"),
         Tile(64, 32, 4, "half the keys, since the operands are wide for the shared memory"),
         Tile(32, 32, 4, "half the rows too: d = 128 in 99 KiB"),
         Tile(32, 32, 8, "wide operands: twice the warps share the accumulators"),
         Tile(16, 16, 4, "the widest operands in 99 KiB: one fragment a tile of scores"),
     ),
-    ("backward", "float64"): (
+    "float64": (
         Tile(32, 32, 4, "an accumulator takes two registers: half the rows of float32"),
         Tile(32, 32, 8, "wide operands: twice the warps share the accumulators"),
         Tile(16, 16, 4, "half the rows, since the operands are wide for the shared memory"),
@@ -66,58 +71,72 @@ TILES = {
 }
 
 
-def choose(entry, problem, device):
-    """Config, bytes of shared memory and reason of a kernel: the first row that fits."""
-    smallest = None
-    for tile in rows_of(entry, problem.dtype):
-        config = config_of(entry, problem, tile)
-        need = smem_bytes(entry, config)
-        if need <= device.smem and accumulator_registers(entry, config) <= ACCUMULATOR_REGISTERS:
-            return config, need, tile.reason
-        smallest = min(need, smallest or need)
-    raise NotImplementedError(
-        f"`q` has head dim {problem.d}, `v` {problem.d_v}, in {problem.dtype}: the smallest tile "
-        f"of {entry} needs {smallest:,} bytes of shared memory, and a block of {device} can have "
-        f"{device.smem:,}; pass NumPy arrays (cupy.asnumpy(x)) to compute on the CPU")
+@dataclass(frozen=True, eq=False)
+class WmmaKernel(Candidate):
+    """One of the kernels; `rows` is a table like `FORWARD_TILES`."""
+
+    def best(self, problem, device):
+        """The first row that fits, where every problem has one on the GPUs that are served."""
+        p, smallest = problem, None
+        for tile in self.rows[kind_of(p.dtype)]:
+            config = config_of(self.entry, p, tile)
+            if self.entry in long_sums.PIECES:
+                config = long_sums.tuned(p, self.entry, config, device)
+            need = smem_bytes(self.entry, config)
+            registers = accumulator_registers(self.entry, config)
+            if need <= device.smem and registers <= ACCUMULATOR_REGISTERS:
+                return Offer(config, need, count_tasks(self.entry, p, config), tile.reason)
+            smallest = min(need, smallest or need)
+        return (f"`q` has head dim {p.d}, `v` {p.d_v}, in {p.dtype}: the smallest tile of "
+                f"{self.entry} needs {smallest:,} bytes of shared memory, and a block of {device} "
+                f"can have {device.smem:,}")
 
 
-def rows_of(entry, dtype):
-    """The rows of the table for a kernel and an element type."""
-    kind = "16-bit" if dtype in ("float16", "bfloat16") else dtype
-    return TILES["forward" if entry == "forward" else "backward", kind]
+def count_tasks(entry, problem, config):
+    """Tiles of packed query rows, of keys, or of dbias."""
+    p = problem
+    if entry == "dbias":
+        b, h, n, c = p.bias_shape
+        return b * h * ceil(n / config.Br) * ceil(c / config.Bc)
+    tiles = (ceil(p.Nk / config.Bc) if entry == "backward_dkdv"
+             else ceil(p.group * p.Nq / config.Br))
+    return p.batch * p.heads_k * tiles
 
 
 def config_of(entry, problem, tile):
     """What the kernel is compiled for, to serve this problem with this tile."""
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
-    fresh = entry == "forward" and long_sums.is_fresh(p, long_sums.keys_of_a_row(p))
+    fresh = entry in FORWARD_ENTRIES and long_sums.is_fresh(p, long_sums.keys_of_a_row(p))
     return CudaConfig(p.dtype, p.precision, d, d_v, tile.Br, tile.Bc, tile.warps, p.has_features,
                       lazy(p), (("fresh", 1),) if fresh else ())
 
 
-def lazy(problem):
-    """How far a row's maximum may pass its reference: a factor of 2^8, in float64 of 2^30."""
-    return log(2) * (30 if problem.accumulator == "float64" else 8)
-
-
 def smem_bytes(entry, config):
-    """Dynamic shared memory of a block, tile for tile as the entry's traits add it up."""
+    """Dynamic shared memory of a block."""
+    return total(smem_pieces(entry, config))
+
+
+def smem_pieces(entry, config):
+    """What a block has in shared memory, in the order of the kernel's tiles."""
     d, d_v, Br, Bc = config.d, config.d_v, config.Br, config.Bc
     E, A = _itemsizes(config)
+    S = _tile_bytes(Br, Bc, A)
     P = _tile_bytes(Br, Bc, E) if E == 2 else 0     # wider types are rounded where the scores lie
-    if entry == "forward":
-        tiles = _tile_bytes(Br, d, E) + _tile_bytes(Bc, d, E) + _tile_bytes(Bc, d_v, E)
-        return tiles + _tile_bytes(Br, Bc, A) + P + Br * A + 8 * Br + 4 * Bc
-    tiles = sum(_tile_bytes(n, width, E) for n in (Br, Bc) for width in (d, d_v))
-    common = tiles + 2 * _tile_bytes(Br, Bc, A) + 2 * Br * A + 8 * Br
-    return common + {"backward_dkdv": 2 * P, "backward_dq": P + 4 * Bc,
-                     "dbias": _tile_bytes(Br, Bc, A)}[entry]
+    keys = ("K", _tile_bytes(Bc, d, E)), ("V", _tile_bytes(Bc, d_v, E))
+    if entry in FORWARD_ENTRIES:
+        return (("Q", _tile_bytes(Br, d, E)), *keys, ("S", S), ("P", P), ("alpha", Br * A),
+                ("ranges", 8 * Br), ("seen", 4 * Bc))
+    own = {"backward_dkdv": (("P", P), ("dS", P)), "backward_dq": (("dS", P),), "dbias": ()}[entry]
+    rest = {"backward_dkdv": (), "backward_dq": (("seen", 4 * Bc),), "dbias": (("sums", S),)}[entry]
+    return (("Q", _tile_bytes(Br, d, E)), ("dO", _tile_bytes(Br, d_v, E)), *keys, ("S", S),
+            ("dP", S), *own, ("lse", Br * A), ("delta", Br * A), ("ranges", 8 * Br), *rest)
 
 
 def accumulator_registers(entry, config):
     """32-bit registers that a thread needs for what it sums up."""
-    words = {"forward": config.Br * config.d_v, "backward_dq": config.Br * config.d,
+    rows = config.Br * config.d_v
+    words = {"forward": rows, "normalise": rows, "backward_dq": config.Br * config.d,
              "backward_dkdv": config.Bc * (config.d + config.d_v), "dbias": 0}[entry]
     return words * _itemsizes(config)[1] // 4 // (32 * config.warps)
 
@@ -129,5 +148,15 @@ def _tile_bytes(rows, columns, itemsize):
 
 def _itemsizes(config):
     """Bytes of an element and of an accumulator."""
-    element = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[config.element]
+    element = itemsize(config.element)
     return element, max(4, element)
+
+
+FORWARD = WmmaKernel("forward", "wmma/forward.cuh", "ForwardParams", direction="forward",
+                     family="wmma", splits=True, rows=FORWARD_TILES)
+DKDV = WmmaKernel("backward_dkdv", "wmma/backward.cuh", "BackwardParams", direction="backward",
+                  family="wmma", rows=BACKWARD_TILES)
+KERNELS = (FORWARD, DKDV, replace(DKDV, entry="backward_dq", direction=""),
+           replace(DKDV, entry="dbias", direction="", header="wmma/dbias.cuh"),
+           WmmaKernel("normalise", "wmma/normalise.cuh", "BackwardParams", family="wmma",
+                      rows=FORWARD_TILES))

@@ -90,8 +90,7 @@ class Launch:
     """One kernel over `tasks` tasks: by `threads` workers, or by blocks of `threads` on a GPU.
 
     `splits` is how many parts the keys (in backward on the CPU: the rows) are cut into;
-    `smem_bytes` is the dynamic shared memory of a block. Blocks of a `resident` kernel fill a
-    multiprocessor and take task after task, so that there are no more of them than those.
+    `smem_bytes` is the dynamic shared memory of a block.
     """
 
     entry: str
@@ -101,19 +100,30 @@ class Launch:
     splits: int
     reason: str
     smem_bytes: int = 0
-    resident: bool = False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a kernel does not compute a problem."""
+
+    entry: str
+    reason: str
 
 
 # Made once for a problem, so compared and hashed as an object, like it.
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All launches of one pass, in order, and the workspace they share."""
+    """All launches of one pass, in order, and the workspace they share.
+
+    `refusals` are those of the kernels that come before the chosen one and do not serve.
+    """
 
     direction: str
     problem: Problem
     device: Device | GpuDevice
     launches: tuple[Launch, ...]
     workspace: tuple[Buffer, ...]
+    refusals: tuple[Refusal, ...] = ()
 
     @property
     def workspace_bytes(self):
@@ -132,6 +142,10 @@ class Plan:
                          f"{where}; {launch.reason}")
         if not self.launches:
             lines.append("  nothing to compute")
+        reasons = {}
+        for refusal in self.refusals:
+            reasons.setdefault(refusal.reason, []).append(refusal.entry)
+        lines += [f"  not {', '.join(entries)}: {reason}" for reason, entries in reasons.items()]
         for buffer in self.workspace:
             lines.append(f"  workspace {buffer.name}: {buffer.nbytes:,} bytes")
         return "\n".join(lines)

@@ -13,7 +13,7 @@
 
 static std::set<std::string> seen;
 
-// Runs the kernel on `grid` blocks. skip: "file.cuh:line" of a barrier to leave out, or "".
+// Runs the kernel on `grid` blocks. skip: the name of a barrier to leave out, or "".
 // fill: the byte that shared memory starts with.
 // Returns what `fibers::launch` does; 3 if the parameters have another size.
 EXPORT int run(const void* params, size_t size, unsigned grid, unsigned threads,
@@ -24,10 +24,10 @@ EXPORT int run(const void* params, size_t size, unsigned grid, unsigned threads,
   return fibers::launch([&] { CF_ENTRY(p); }, grid, threads, shared_bytes, seed, skip, fill, seen);
 }
 
-// The barriers that the last run reached, one "file.cuh:line" a line.
+// The names of the barriers that the last run reached, one a line.
 EXPORT const char* barriers() {
   static std::string text;
   text.clear();
-  for (const std::string& place : seen) text += place + "\n";
+  for (const std::string& name : seen) text += name + "\n";
   return text.c_str();
 }

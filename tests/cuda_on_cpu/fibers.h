@@ -4,7 +4,7 @@
 // A fiber runs until it waits at a barrier, a shuffle or a product of its warp; which of those
 // that can go on comes next is drawn at random. An order that no barrier forbids so comes up sooner
 // or later, and a result that depends on it differs: that is the race check. A barrier can be
-// skipped by its place in the source. Shared memory starts as any byte, 0xFF for NaN.
+// left out by its name. Shared memory starts as any byte, 0xFF for NaN.
 #pragma once
 
 #include <math.h>
@@ -37,9 +37,6 @@
 #define threadIdx (fibers::Index{fibers::current})
 #define blockIdx (fibers::Index{fibers::block->index})
 #define gridDim (fibers::Index{fibers::block->grid})
-#define __syncthreads() fibers::barrier(__FILE__, __LINE__, false)
-#define __syncwarp() fibers::barrier(__FILE__, __LINE__, true)
-#define __syncthreads_or(yes) fibers::vote(__FILE__, __LINE__, yes)
 
 namespace fibers {
 
@@ -117,6 +114,17 @@ inline void release_shared(unsigned char* memory) {
   ::operator delete[](memory, std::align_val_t(1024));
 }
 
+// The name of a barrier, wait or fence, and the line of the sources that has it.
+struct Name {
+  const char *text, *file;
+  int line;
+
+  Name(const char* text_, const char* file_ = __builtin_FILE(), int line_ = __builtin_LINE())
+      : text(text_), file(file_), line(line_) {}
+  // Of a ring's barrier, for which any part of a kernel may wait.
+  static Name of_ring(const char* text) { return Name(text, "", 0); }
+};
+
 struct Block {
   unsigned index = 0, grid = 1, threads = 0;
   std::vector<Fiber> fibers;
@@ -133,8 +141,10 @@ struct Block {
   jmp_buf scheduler;
   uint64_t random = 0;
   unsigned favourite = 0;                  // the warp whose fibers are preferred
-  std::string skip;                        // "file.cuh:line" of a barrier to leave out
-  std::set<std::string> seen;              // the barriers that were reached
+  std::string skip;                        // the name of a barrier to leave out
+  // The barriers that were reached: name and place.
+  std::map<std::string, std::pair<std::string, int>> seen;
+  std::string doubled;                     // a name that several of them have
 };
 
 inline Block* block = nullptr;
@@ -169,29 +179,13 @@ inline void wake(std::vector<unsigned>& waiting) {
 inline unsigned lane() { return current % WARP; }
 inline Warp& warp() { return block->warps[current / WARP]; }
 
-// Whether the barrier or wait at this place is the one to skip; keeps account of them.
-inline bool left_out(const char* file, int line) {
-  const char* name = strrchr(file, '/');
-  const std::string place = std::string(name ? name + 1 : file) + ":" + std::to_string(line);
-  block->seen.insert(place);
-  return place == block->skip;
-}
-
-inline void barrier(const char* file, int line, bool of_warp) {
-  if (left_out(file, line)) return;
-  if (of_warp) {
-    meet(warp().meeting, WARP);
-  } else {
-    meet(block->all, block->alive);
-  }
-}
-
-// A barrier of the block that tells each thread whether any of them says yes.
-inline bool vote(const char* file, int line, bool says_yes) {
-  const unsigned turn = ++block->fibers[current].votes;
-  if (says_yes) block->yes[turn % 2] = turn;
-  barrier(file, line, false);
-  return block->yes[turn % 2] == turn;
+// Whether the barrier, wait or fence of this name is to be left out; keeps account of them. Two
+// places with one name would be left out together, and each could hide that the other is not
+// needed.
+inline bool left_out(const Name& name) {
+  const std::pair<std::string, int> place(name.file, name.line);
+  if (block->seen.try_emplace(name.text, place).first->second != place) block->doubled = name.text;
+  return name.text == block->skip;
 }
 
 // Every lane shows a value to its warp; returns where all 32 lie, until the warp's next but one
@@ -281,7 +275,8 @@ __attribute__((noinline)) inline bool run_block(Block& b) {
 inline sigjmp_buf crash;
 inline void on_crash(int) { siglongjmp(crash, 1); }
 
-// Runs the kernel over a grid of blocks; returns 0, 1 after a deadlock, 2 after a wild address.
+// Runs the kernel over a grid of blocks; returns 0, 1 after a deadlock, 2 after a wild address, 4
+// if barriers at two places have one name. seen: the names of the barriers; or that one.
 inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads,
                   size_t shared_bytes, uint64_t seed, const char* skip, int fill,
                   std::set<std::string>& seen) {
@@ -313,7 +308,12 @@ inline int launch(std::function<void()> kernel, unsigned grid, unsigned threads,
   }
   races::end_block();
   sigaction(SIGSEGV, &before, nullptr);
-  seen = b.seen;
+  seen.clear();
+  if (!b.doubled.empty()) {
+    seen.insert(b.doubled);
+    return 4;
+  }
+  for (const auto& [name, place] : b.seen) seen.insert(name);
   return crashed ? 2 : finished ? 0 : 1;
 }
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,11 +20,14 @@ import numpy as np
 from cupy_flash.axes import as_given, four_axes
 from cupy_flash.backends.cpu import missing
 from cupy_flash.backends.cuda import params, source, tensor_maps
-from cupy_flash.backends.cuda.unit import ENTRIES, params_bytes, unit
+from cupy_flash.backends.cuda.unit import params_bytes, unit
 from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.device import GpuDevice
-from cupy_flash.plan import cuda_fused, cuda_hopper, cuda_registers, cuda_tiles
-from cupy_flash.plan.cuda import plan_backward, plan_forward
+from cupy_flash.plan import make_plan, tuned
+from cupy_flash.plan.cuda import KERNELS, kernel_of
+from cupy_flash.plan.cuda_fused import FusedTile
+from cupy_flash.plan.cuda_tiles import Tile
+from cupy_flash.plan.kernel import ONE_TASK
 
 HERE = Path(__file__).parent
 # None where the fibers cannot run: they need the contexts and the memory map of Linux.
@@ -35,10 +37,9 @@ COMPILER = (shutil.which("g++") or shutil.which("clang++")) if sys.platform == "
 FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE",
          "-ffp-contract=off", "-fvisibility=hidden", "-fno-gnu-unique")
 NAN_BYTE = 0xFF
-# Kernels whose blocks have a task each.
-ONE_TASK = ("hopper_backward", "hopper_backward_wide")
 FAULTS = {1: "its threads wait for each other", 2: "it used memory that is not there",
-          3: "params.py and params.cuh differ in size"}
+          3: "structs.py and the compiler differ in the size of its parameters"}
+SAME_NAME = 4
 _jobs = ThreadPoolExecutor(2)
 
 
@@ -60,7 +61,7 @@ def build(entry, config, smem_bytes, flags):
 
 def _compile(stem, name, text, entry, flags):
     """One run of the compiler, in a thread of its own."""
-    return compile_unit(stem.name, text, name, f"cf::{ENTRIES[entry][1]}", flags)
+    return compile_unit(stem.name, text, name, f"cf::{kernel_of(entry).params}", flags)
 
 
 def compile_unit(stem, text, name, params, flags):
@@ -76,23 +77,18 @@ def compile_unit(stem, text, name, params, flags):
     return library
 
 
-@contextmanager
-def tile(Br, Bc, warps, registers, hopper, fused):
-    """Within the context, plans have these tiles instead of those of the tables."""
-    tables = [(module, dict(module)) for module in
-              (cuda_tiles.TILES, cuda_registers.ROWS, cuda_fused.TILES)]
-    kept, cuda_hopper.ROWS = cuda_hopper.ROWS, (hopper,)
-    row = (cuda_tiles.Tile(Br, Bc, warps, "of a test"),)
-    cuda_tiles.TILES.update(dict.fromkeys(cuda_tiles.TILES, row))
-    cuda_registers.ROWS.update(dict.fromkeys(cuda_registers.ROWS, registers and (registers,)))
-    rows = (cuda_fused.FusedTile(256, *fused, 1, "of a test"),) if fused else ()
-    cuda_fused.TILES.update(dict.fromkeys(cuda_fused.TILES, rows))
-    try:
-        yield
-    finally:
-        for table, rows in tables:
-            table.update(rows)
-        cuda_hopper.ROWS = kept
+def kernels_with(Br, Bc, warps, registers, hopper, fused):
+    """All kernels, with these tiles instead of those of their tables, for problems of any size."""
+    changes = {"forward_registers": {"rows": (registers,) if registers else ()},
+               "backward_fused": {"rows": (FusedTile(256, *fused, 1, "of a test"),) if fused
+                                  else ()},
+               "hopper_forward": {"rows": (hopper,), "fewest_rows": 1, "many_keys": 10**6}}
+    for entry in ("forward", "backward_dkdv", "backward_dq", "dbias", "normalise"):
+        changes[entry] = {"rows": (Tile(Br, Bc, warps, "of a test"),)}
+    for entry, change in changes.items():
+        if isinstance(kernel_of(entry).rows, dict):     # one row for all types
+            change["rows"] = dict.fromkeys(kernel_of(entry).rows, change["rows"])
+    return tuple(replace(kernel, **changes.get(kernel.entry, {})) for kernel in KERNELS)
 
 
 class HostMap:
@@ -120,13 +116,6 @@ def put_maps(packed, plan, operands):
         packed[f"{name}_map"] = np.frombuffer(make(address), "V128")
 
 
-def line_of(file, text):
-    """The place, "file.cuh:line", of the only line of a file of the sources that has a text."""
-    lines = Path(source.folder(), file).read_text().splitlines()
-    (number,) = (number for number, line in enumerate(lines, 1) if text in line)
-    return f"{Path(file).name}:{number}"
-
-
 class KernelError(RuntimeError):
     """A kernel did not come to its end."""
 
@@ -145,7 +134,7 @@ class Fibers:
     sms : int
         Multiprocessors in the eyes of the planner; many of them make it split the keys.
     skip : str
-        ``"file.cuh:line"`` of a barrier that is left out.
+        The name of a barrier, wait or fence that is left out.
     fill : int
         The byte that shared memory starts with; 0xFF makes NaN of it.
     missing : int
@@ -162,12 +151,13 @@ class Fibers:
 
     def __init__(self, Br=16, Bc=16, warps=2, seed=1, grid=3, sms=1, skip="", fill=NAN_BYTE,
                  missing=0, flags=("-O1",), registers=(), hopper=None, fused=()):
-        self.tile = (Br, Bc, warps, registers, hopper, fused)
+        self.kernels = kernels_with(Br, Bc, warps, registers, hopper, fused)
         self.seed, self.grid, self.skip, self.fill, self.flags = seed, grid, skip, fill, flags
         self.missing = missing
-        self.device = GpuDevice(0, "fibers", 80, sms, 227 << 10, wgmma=hopper is not None)
+        self.device = GpuDevice(0, "fibers", 80, sms, 227 << 10,
+                                targets=("90a",) if hopper else ())
         self.only = ()                  # the kernels to run; empty: all of a plan
-        self.barriers = {}              # entry: the barriers that it reached
+        self.barriers = {}              # entry: the names of the barriers that it reached
 
     def forward(self, q, k, v, *, out_dtype=None, **options):
         """out and lse, as `cupy_flash.attention` returns them."""
@@ -184,8 +174,8 @@ class Fibers:
 
     def plan(self, direction, problem):
         """The plan that a GPU would get, with this tile."""
-        with tile(*self.tile):
-            return (plan_forward if direction == "forward" else plan_backward)(problem, self.device)
+        with tuned(kernels=self.kernels):
+            return make_plan(direction, problem, self.device)
 
     def run(self, plan, arrays):
         """Every launch of a plan, in order; workspace and results start as NaN."""
@@ -203,7 +193,7 @@ class Fibers:
             build(launch.entry, launch.config, launch.smem_bytes, self.flags)
         for launch in launches:
             packed = params.pack(plan, launch, operands, {"delta": 0} | addresses)
-            if any(x.entry.startswith("hopper_") for x in plan.launches):
+            if any(kernel_of(x.entry).maps for x in plan.launches):
                 put_maps(packed, plan, operands)
             self.launch(launch, packed)
         return as_given(plan.problem, results)
@@ -211,13 +201,18 @@ class Fibers:
     def launch(self, launch, packed):
         """One kernel."""
         library = _load(build(launch.entry, launch.config, launch.smem_bytes, self.flags).result())
-        grid = launch.tasks if launch.entry in ONE_TASK else min(launch.tasks, self.grid)
+        one_task = kernel_of(launch.entry).grid == ONE_TASK
+        grid = launch.tasks if one_task else min(launch.tasks, self.grid)
         code = library.run(packed.ctypes.data, params_bytes(launch.entry), grid, launch.threads,
                            max(0, launch.smem_bytes - self.missing), self.seed,
                            self.skip.encode(), self.fill)
+        names = library.barriers().decode().splitlines()
+        if code == SAME_NAME:
+            raise ValueError(f"{launch.entry}: barriers at two places have the name {names[0]}; "
+                             "give each its own, by which it can be left out")
         if code:
             raise KernelError(f"{launch.entry}: {FAULTS[code]}")
-        self.barriers[launch.entry] = library.barriers().decode().split()
+        self.barriers[launch.entry] = names
 
 
 @cache

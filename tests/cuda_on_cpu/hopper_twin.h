@@ -48,7 +48,7 @@ inline bool barrier_test(SmemAddress barrier, uint32 parity) {
   return barrier_try(barrier, parity);
 }
 inline void barrier_wait(SmemAddress barrier, uint32 parity, const char* name) {
-  if (fibers::left_out(name, 0)) return;
+  if (fibers::left_out(fibers::Name::of_ring(name))) return;
   while (!barrier_try(barrier, parity)) {
     phase_barrier(barrier).waiting.push_back(fibers::current);
     fibers::wait();
@@ -129,8 +129,8 @@ CF_INSTRUCTION void store_box(const TensorMap& map, SmemAddress from, int c0, in
 }
 inline void stores_commit() { fibers::block->fibers[fibers::current].stores.emplace_back(); }
 template <int pending>
-void stores_read(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-  if (fibers::left_out(file, line)) return;
+void stores_read(fibers::Name name) {
+  if (fibers::left_out(name)) return;
   auto& stores = fibers::block->fibers[fibers::current].stores;
   while (stores.size() > pending + 1) {
     for (auto& store : stores.front()) store();
@@ -160,8 +160,8 @@ CF_INSTRUCTION void store_zeros(SmemAddress to) {
   const races::Unseen unseen;
   memset(smem(to), 0, 16);
 }
-inline void fence_async_reads(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-  if (!fibers::left_out(file, line)) races::fence_async();
+inline void fence_async_reads(fibers::Name name) {
+  if (!fibers::left_out(name)) races::fence_async();
 }
 
 template <int registers>
@@ -180,24 +180,25 @@ inline void count_in(fibers::NamedBarrier& barrier, int threads, bool orders) {
 inline void named_barrier_arrive(int id, int threads) {
   count_in(fibers::block->named[id], threads, id > 0);
 }
-inline void named_barrier_wait(int id, int threads, const char* file = __builtin_FILE(),
-                               int line = __builtin_LINE()) {
-  if (fibers::left_out(file, line)) return named_barrier_arrive(id, threads);
+inline void count_in_and_wait(int id, int threads) {
   fibers::NamedBarrier& barrier = fibers::block->named[id];
   barrier.waiting.push_back(fibers::current);
   count_in(barrier, threads, id > 0);
   fibers::wait();
 }
+inline void named_barrier_wait(int id, int threads, fibers::Name name) {
+  if (fibers::left_out(name)) return named_barrier_arrive(id, threads);
+  count_in_and_wait(id, threads);
+}
 
-inline bool named_barrier_any(int id, int threads, bool yes, const char* file = __builtin_FILE(),
-                              int line = __builtin_LINE()) {
+inline bool named_barrier_any(int id, int threads, bool yes, fibers::Name name) {
   fibers::NamedBarrier& barrier = fibers::block->named[id];
   barrier.yes |= yes;
   if (barrier.count + 1 == unsigned(threads)) {
     barrier.any = barrier.yes;
     barrier.yes = false;
   }
-  named_barrier_wait(id, threads, file, line);
+  named_barrier_wait(id, threads, name);
   return barrier.any;
 }
 
@@ -273,12 +274,11 @@ using UniformDescriptor = Descriptor;
 inline auto& products() { return fibers::block->fibers[fibers::current].products; }
 // The warps of a warpgroup start the same products.
 inline void products_begin() {
-  named_barrier_wait(-1 - int(fibers::current) / 128, 128, "", 0);
+  count_in_and_wait(-1 - int(fibers::current) / 128, 128);
 }
 inline void products_commit() { products().emplace_back(); }
 template <int pending>
-void products_wait(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-  if (fibers::left_out(file, line)) return;
+void products_wait() {
   while (products().size() > pending + 1) {
     for (auto& product : products().front()) product();
     products().erase(products().begin());

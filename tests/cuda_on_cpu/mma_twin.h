@@ -45,9 +45,8 @@ CF_INSTRUCTION void load_matrices_transposed(uint32 (&x)[4], Shared row) {
   }
 }
 
-inline void barrier(int number, int threads, const char* file = __builtin_FILE(),
-                    int line = __builtin_LINE()) {
-  if (!fibers::left_out(file, line)) fibers::meet(fibers::block->numbered[number], threads);
+inline void barrier(int number, int threads, fibers::Name name) {
+  if (!fibers::left_out(name)) fibers::meet(fibers::block->numbered[number], threads);
 }
 
 CF_INSTRUCTION void copy_16_bytes(Shared to, uint64 from, bool there) {
@@ -59,8 +58,8 @@ CF_INSTRUCTION void copy_16_bytes(Shared to, uint64 from, bool there) {
 inline void close_copies() { fibers::block->fibers[fibers::current].copies.emplace_back(); }
 
 template <int open>
-void wait_for_copies(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-  if (fibers::left_out(file, line)) return;
+void wait_for_copies(fibers::Name name) {
+  if (fibers::left_out(name)) return;
   auto& copies = fibers::block->fibers[fibers::current].copies;
   while (copies.size() > open + 1) {        // the last group is the one that is being filled
     for (const fibers::Copy& copy : copies.front()) copy.land();

@@ -7,6 +7,19 @@
 
 namespace cf::ptx {
 
+inline void sync_block(fibers::Name name) {
+  if (!fibers::left_out(name)) fibers::meet(fibers::block->all, fibers::block->alive);
+}
+inline void sync_warp(fibers::Name name) {
+  if (!fibers::left_out(name)) fibers::meet(fibers::warp().meeting, fibers::WARP);
+}
+inline bool sync_block_or(bool yes, fibers::Name name) {
+  const unsigned turn = ++fibers::block->fibers[fibers::current].votes;
+  if (yes) fibers::block->yes[turn % 2] = turn;
+  sync_block(name);
+  return fibers::block->yes[turn % 2] == turn;
+}
+
 inline uint32 float_to_bits(float x) {
   uint32 y;
   memcpy(&y, &x, sizeof y);

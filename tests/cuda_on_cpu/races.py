@@ -1,6 +1,7 @@
 """Fibers that look for races: accesses to shared memory that nothing orders."""
 
 import ctypes
+import re
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,8 @@ AVAILABLE = harness.COMPILER is not None and Path(harness.COMPILER).name == "g++
 class Race(NamedTuple):
     """Two accesses that nothing orders, of which one is a write.
 
-    `first` and `second` are their places in the sources, ``"file.cuh:line"``; `threads`, `offset`
-    in shared memory and `block` are those of one such pair.
+    `first` and `second` are their places in the sources, ``"file.cuh:line"``, and `functions` the
+    functions there; `threads`, `offset` in shared memory and `block` are those of one such pair.
     """
 
     entry: str
@@ -27,6 +28,7 @@ class Race(NamedTuple):
     offset: int
     threads: tuple
     block: int
+    functions: tuple
 
 
 class Watched(harness.Fibers):
@@ -81,29 +83,39 @@ class watch:
         places = _places(self.path, sorted({code for row in rows for code in row[6:]}))
         races = {}
         for kind, same_warp, offset, first, second, block, *codes in rows:
-            race = Race(self.entry, kind, *(places[code] for code in codes), same_warp == "1",
-                        int(offset), (int(first), int(second)), int(block))
+            where, functions = zip(*(places[code] for code in codes), strict=True)
+            race = Race(self.entry, kind, *where, same_warp == "1", int(offset),
+                        (int(first), int(second)), int(block), functions)
             races.setdefault(race[:5], race)        # a line of the sources has several copies
         self.races += races.values()
 
 
 def _places(path, codes):
-    """Where the addresses of a library are: in the kernels, otherwise in the twins they call."""
+    """Line and function of the addresses of a library: in the kernels, otherwise in the twins."""
     if not codes:
         return {}
-    said = subprocess.run(["addr2line", "-a", "-i", "-e", str(path), *codes], check=True,
-                          capture_output=True, text=True).stdout
+    command = ["addr2line", "-a", "-C", "-f", "-i", "-e", str(path), *codes]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     places, twins, code = {}, set(), None
-    for line in said.splitlines():          # an address, then its places from the innermost on
+    lines = iter(said.splitlines())
+    for line in lines:      # an address, then functions and lines in turns, the innermost first
         if line.startswith("0x"):
             code = f"{int(line, 16):x}"
             continue
-        file, _, number = line.partition(":")
+        file, _, number = next(lines).partition(":")
         in_twin = Path(file).resolve().is_relative_to(harness.HERE.resolve())
         if code not in places or (code in twins and not in_twin):
-            places[code] = f"{Path(file).name}:{number.split()[0]}"
+            places[code] = f"{Path(file).name}:{number.split()[0]}", _bare(line)
             if in_twin:
                 twins.add(code)
             else:
                 twins.discard(code)
     return places
+
+
+def _bare(function):
+    """The name of a C++ function alone: `void cf::A<B>::f<C>(int) const` -> `f`."""
+    inner = None
+    while inner != function:
+        inner, function = function, re.sub("<[^<>]*>", "", function)
+    return function.partition("(")[0].rpartition("::")[2]

@@ -9,13 +9,12 @@ import sys
 from cases import Case, inputs
 
 from cuda_on_cpu.harness import Fibers
-from cupy_flash.plan import cuda
+from cupy_flash.plan import tuned
 from cupy_flash.plan.cuda_registers import Row
 
 
 def main(missing):
     os.environ.pop("LD_PRELOAD", None)          # the compiler needs no sanitizer
-    cuda.SPLIT_KEYS = 16
     flags = ("-O1", "-g1", "-fsanitize=address", "-fno-omit-frame-pointer")
     for dtype in ("bfloat16", "float64"):
         x = inputs(Case("memory", Nq=19, Nk=37, Hq=2, Hk=1, d=21, d_v=35, dtype=dtype,
@@ -50,5 +49,6 @@ def fused_backward(missing, flags):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    with tuned(split_keys=16):
+        main(int(sys.argv[1]))
     print("clean")

@@ -1,9 +1,9 @@
-"""The parameter structs of the CUDA kernels, as NumPy's structured scalars.
+"""Writes the parameter structs of the CUDA kernels, as NumPy's structured scalars.
 
-They repeat ``cuda_src/params.cuh`` field for field: a tensor is its address, its strides in bytes
-(batch, head, row, column) and its element type; address 0 means that the operand is absent. Every
-field has 8 bytes, so there is no padding, and every number travels with its exact type: a Python
-float passed to a kernel by itself would arrive as a double, whatever the kernel expects.
+`structs` has their fields. A tensor is its address, its strides in bytes (batch, head, row, column)
+and its element type; address 0 means that the operand is absent. Every number travels with its
+exact type: a Python float passed to a kernel by itself would arrive as a double, whatever the
+kernel expects.
 
 `pack` makes the struct of one launch from scratch. A `Template` keeps it for the calls that follow.
 """
@@ -13,62 +13,13 @@ from math import ceil
 
 import numpy as np
 
-from ...plan import cuda_hopper, long_sums
+from ...plan import long_sums
+from ...plan.cuda import kernel_of
+from .structs import structs
 from .tensor_maps import TensorMaps
 
 KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 WIDEST_LOAD = 16
-
-Tensor = np.dtype([("address", "u8"), *((name, "i8") for name in ("b", "h", "n", "c", "kind"))])
-
-_TENSORS = ("q", "k", "v", "out", "lse", "mask", "bias", "slopes")
-_GRADIENTS = ("dout", "dlse", "dq", "dk", "dv", "dbias")
-_INTEGERS = ("batch", "heads_q", "heads_k", "group", "Nq", "Nk", "d", "d_v", "aligned", "q_offset",
-             "left", "right", "vector_bytes", "tasks")
-
-_COMMON = [
-    *((name, Tensor) for name in _TENSORS),
-    ("q_lens", "u8"), ("kv_lens", "u8"),            # addresses of int32 [batch]
-    *((name, "i8") for name in _INTEGERS),
-    *((name, "f8") for name in ("scale", "softcap", "lazy")),       # softcap 0: off
-]
-# out_partial, lse_partial: addresses of [splits, batch, heads_q, Nq, (d_v)].
-ForwardParams = np.dtype([
-    *_COMMON, ("splits", "i8"), ("split_keys", "i8"), ("out_partial", "u8"), ("lse_partial", "u8"),
-    ("l_partial", "u8"),
-])
-# delta: address of [batch, heads_q, Nq] in the accumulator type; state, dq_sums: addresses of what
-# the fused kernel works with, by tiles of rows; four extents of dbias; dk_sums, dv_sums: addresses
-# of [row_splits, batch, heads_k, Nk, d or d_v] in the accumulator type.
-BackwardParams = np.dtype([
-    *_COMMON, *((name, Tensor) for name in _GRADIENTS),
-    ("delta", "u8"), ("state", "u8"), ("dq_sums", "u8"),
-    *((name, "i8") for name in ("Nbias_q", "Nbias_k", "batch_bias", "heads_bias", "row_splits",
-                                "split_rows")),
-    ("dk_sums", "u8"), ("dv_sums", "u8"), ("normalisers", "u8"),
-])
-# The maps lie on borders of 64 bytes.
-_EXTRAS = {"pack": ("i4", 0), "section": ("i4", 4), "unit": ("f4", 8), "lazy_2": ("f4", 12),
-           "qk_scale": ("f4", 16), "cap": ("f4", 20), "per_cap": ("f4", 24), "most": ("f4", 28),
-           "q_map": ("V128", 64), "k_map": ("V128", 192), "v_map": ("V128", 320),
-           "out_map": ("V128", 448)}
-HopperForwardParams = np.dtype({
-    "names": [*ForwardParams.names, *_EXTRAS],
-    "formats": [*(field for field, _ in ForwardParams.fields.values()),
-                *(kind for kind, _ in _EXTRAS.values())],
-    "offsets": [*(start for _, start in ForwardParams.fields.values()),
-                *(ForwardParams.itemsize + start for _, start in _EXTRAS.values())],
-    "itemsize": 1152,
-})
-_MAPS = ("q_map", "k_map", "v_map", "dout_map")
-HopperBackwardParams = np.dtype({
-    "names": [*BackwardParams.names, *_MAPS],
-    "formats": [*(field for field, _ in BackwardParams.fields.values()), *["V128"] * 4],
-    "offsets": [*(start for _, start in BackwardParams.fields.values()),
-                *range(960, 1472, 128)],
-    "itemsize": 1472,
-})
-PARAMS = {"forward": ForwardParams, "backward": BackwardParams}
 
 _ABSENT = (0, 0, 0, 0, 0, 0)
 # Operands that the kernels read row by row, by loads of `vector_bytes`.
@@ -90,12 +41,15 @@ def pack(plan, launch, operands, addresses):
     Returns
     -------
     numpy.ndarray
-        Of size one, of dtype `ForwardParams` or `BackwardParams`, or those of the kernels for
-        sm_90a, without the maps.
+        Of size one, of the largest struct of the plan's kernels, of which the others read the
+        first part; without the maps.
     """
     p, mask = plan.problem, plan.problem.mask
+    kernels = [kernel_of(x.entry) for x in plan.launches]
+    dtype = max((structs()[kernel.params] for kernel in kernels), key=lambda one: one.itemsize)
+    tensors = [name for name in dtype.names if dtype[name] == structs()["Tensor"]]
     values = {
-        **{name: _tensor(getattr(operands, name)) for name in _TENSORS},
+        **{name: _tensor(getattr(operands, name)) for name in tensors},
         "q_lens": address(operands.q_lens), "kv_lens": address(operands.kv_lens),
         "batch": p.batch, "heads_q": p.heads_q, "heads_k": p.heads_k, "group": p.group,
         "Nq": p.Nq, "Nk": p.Nk, "d": p.d, "d_v": p.d_v,
@@ -113,7 +67,6 @@ def pack(plan, launch, operands, addresses):
         values |= {name: addresses.get(name, 0) for name in ("out_partial", "lse_partial",
                                                                "l_partial")}
     else:
-        values |= {name: _tensor(getattr(operands, name)) for name in _GRADIENTS}
         extents = p.bias_shape or (0, 0, 0, 0)
         names = ("batch_bias", "heads_bias", "Nbias_q", "Nbias_k")
         values |= {name: addresses.get(name, 0)
@@ -123,13 +76,8 @@ def pack(plan, launch, operands, addresses):
         splits = max(x.splits for x in plan.launches)
         values |= {"row_splits": splits,
                    "split_rows": long_sums.split_rows(p.group * p.Nq, splits)}
-    dtype = PARAMS[plan.direction]
-    entries = {x.entry for x in plan.launches}
-    if "hopper_forward" in entries:
-        values |= cuda_hopper.extras(p, launch.config)
-        dtype = HopperForwardParams
-    elif any(x.startswith("hopper_") for x in entries):     # the others read the first part
-        dtype = HopperBackwardParams
+    for kernel, x in zip(kernels, plan.launches, strict=True):
+        values |= kernel.parameters(p, x.config)
     packed = np.zeros(1, dtype)
     for name, value in values.items():
         packed[name] = value
@@ -152,10 +100,10 @@ class Template:
         self._parts = [(fields[name][1] // 8, offset) for name, offset in offsets.items()]
         self.tasks = fields["tasks"][1] // 8
         self._maps = None
-        if packed.dtype in (HopperForwardParams, HopperBackwardParams):
+        if any(kernel_of(x.entry).maps for x in plan.launches):
             self._maps = TensorMaps(plan, operands)
             self._mapped = [fields[name][1] // 8 for name in self._maps.names]
-            self._maps_from = fields["q_map"][1] // 8
+            self._maps_from = fields[f"{self._maps.names[0]}_map"][1] // 8
 
     def fill(self, addresses, block):
         """The struct of a call as words: addresses in the order of `names`, and of the block."""

@@ -8,7 +8,7 @@ import ctypes
 from array import array
 from functools import cache
 
-from ...plan.cuda_hopper import CONSUMER, PANEL, WARP, pack_of, tiled
+from ...plan.cuda import kernel_of
 
 _BYTES = 128
 _ALIGNMENT = 64
@@ -18,29 +18,19 @@ _SWIZZLE_128B, _PROMOTION_256B = 3, 3
 
 
 class TensorMaps:
-    """The maps of q, k, v and out or dout of a plan's calls, which all have the first's layouts.
+    """The maps of a plan's calls, which all have the layouts of the first.
 
-    Results that do not leave by the TMA unit have zeros for a map.
+    `names` are the operands that have one. Results that do not leave by the TMA unit have zeros.
     """
 
     def __init__(self, plan, operands):
-        config = next(x.config for x in plan.launches if x.entry.startswith("hopper_"))
-        p, forward = plan.problem, plan.direction == "forward"
-        pack = pack_of(p, config.Br) if forward else p.group
-        # Rows of the heads in a pack lie side by side in a tile.
-        def rows(x, count):
-            heads = min(pack, count)
-            return _maker(p.dtype, x, (3, 1, 2, 0), (PANEL, heads, count // heads, 1))
-
-        keys = [_maker(p.dtype, x, (3, 2, 1, 0), (PANEL, config.Bc, 1, 1))
-                for x in (operands.k, operands.v)]
-        if forward:
-            self.names = ("q", "k", "v", "out")
-            self.makers = [rows(operands.q, CONSUMER), *keys,
-                           rows(operands.out, WARP) if tiled(config) else _no_map]
-        else:
-            self.names = ("q", "k", "v", "dout")
-            self.makers = [rows(operands.q, config.Br), *keys, rows(operands.dout, config.Br)]
+        (kernel, launch), = ((kernel_of(x.entry), x) for x in plan.launches
+                             if kernel_of(x.entry).maps)
+        self.names = kernel.maps
+        boxes = kernel.boxes(plan.problem, launch.config)
+        self.makers = [
+            _maker(plan.problem.dtype, getattr(operands, name), *boxes[name]) if boxes[name]
+            else _no_map for name in self.names]
         self._kept, self._made = {}, {}
 
     def __call__(self, *addresses):

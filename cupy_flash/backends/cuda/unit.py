@@ -5,33 +5,13 @@ There is nothing generated in it but names and numbers; the kernels are template
 
 from functools import lru_cache
 
+from ...plan.cuda import KERNELS, kernel_of
 from . import source
-from .params import BackwardParams, ForwardParams, HopperBackwardParams, HopperForwardParams
+from .structs import structs
 
 ELEMENTS = {"float16": "cf::half_t", "bfloat16": "cf::bfloat16_t", "float32": "float",
             "float64": "double"}
 PRECISIONS = {None: 0, "tf32": 1, "tf32x3": 2}
-# Entry: the header that holds it and its parameters.
-ENTRIES = {
-    "forward": ("wmma/forward.cuh", "ForwardParams"),
-    "forward_registers": ("mma/forward.cuh", "ForwardParams"),
-    "hopper_forward": ("hopper/forward.cuh", "HopperForwardParams"),
-    "hopper_backward": ("hopper/backward.cuh", "HopperBackwardParams"),
-    "hopper_backward_wide": ("hopper/backward_wide.cuh", "HopperBackwardParams"),
-    "combine": ("combine.cuh", "ForwardParams"),
-    "delta": ("delta.cuh", "BackwardParams"),
-    "backward_prepare": ("mma/prepare.cuh", "BackwardParams"),
-    "backward_fused": ("mma/backward.cuh", "BackwardParams"),
-    "backward_finish": ("mma/prepare.cuh", "BackwardParams"),
-    "backward_sum": ("backward_sum.cuh", "BackwardParams"),
-    "backward_dkdv": ("wmma/backward.cuh", "BackwardParams"),
-    "backward_dq": ("wmma/backward.cuh", "BackwardParams"),
-    "dbias": ("wmma/dbias.cuh", "BackwardParams"),
-    "normalise": ("wmma/normalise.cuh", "BackwardParams"),
-}
-_SIZES = {"ForwardParams": ForwardParams.itemsize, "BackwardParams": BackwardParams.itemsize,
-          "HopperForwardParams": HopperForwardParams.itemsize,
-          "HopperBackwardParams": HopperBackwardParams.itemsize}
 
 _TEXT = """\
 // sources sha256: {digest}
@@ -49,7 +29,7 @@ static_assert(cf::{traits}<Config>::threads == {threads},
 static_assert(cf::{traits}<Config>::smem_bytes == {smem_bytes},
               "the planner and the kernel disagree on the shared memory of a block");
 static_assert(sizeof(cf::{params}) == {size},
-              "params.py and params.cuh disagree on the size of {params}");
+              "structs.py and the compiler disagree on the size of {params}");
 extern "C" __global__ void __launch_bounds__(32 * Config::warps{blocks})
 {name}(const __grid_constant__ cf::{params} p) {{
   cf::{entry}<Config>(p);
@@ -64,7 +44,7 @@ def unit(entry, config, smem_bytes):
     Parameters
     ----------
     entry : str
-        A key of `ENTRIES`.
+        Of one of `plan.cuda.KERNELS`.
     config : CudaConfig
     smem_bytes : int
         Dynamic shared memory as the planner computed it.
@@ -76,16 +56,17 @@ def unit(entry, config, smem_bytes):
     text : str
         What NVRTC compiles, with the folder of the CUDA sources as include path.
     """
-    header, params = ENTRIES[entry]
+    kernel = kernel_of(entry)
     name = name_of(entry, config)
     constants = dict(config.constants)
     lines = (f"  static constexpr int {x} = {value};\n" for x, value in constants.items())
     return name, _TEXT.format(
-        digest=source.digest("base.cuh", header), element=ELEMENTS[config.element],
+        digest=source.digest("base.cuh", kernel.header), element=ELEMENTS[config.element],
         precision=PRECISIONS[config.precision], d=config.d, d_v=config.d_v, Br=config.Br,
         Bc=config.Bc, warps=config.warps, features="true" if config.features else "false",
-        header=header, traits=traits_of(entry), smem_bytes=smem_bytes, threads=32 * config.warps,
-        params=params, size=params_bytes(entry), name=name, entry=entry, constants="".join(lines),
+        header=kernel.header, traits=traits_of(entry), smem_bytes=smem_bytes,
+        threads=32 * config.warps, params=kernel.params, size=params_bytes(entry), name=name,
+        entry=entry, constants="".join(lines),
         blocks=", Config::blocks" if "blocks" in constants else "",
     )
 
@@ -102,13 +83,18 @@ def name_of(entry, config):
 
 def params_bytes(entry):
     """What a kernel takes of the struct that is packed for a plan: all of it, or its beginning."""
-    return _SIZES[ENTRIES[entry][1]]
+    return structs()[kernel_of(entry).params].itemsize
 
 
 def headers_of(kernels):
     """The headers of which kernels are made, by their names, without what these include."""
-    entries = (max((e for e in ENTRIES if name.startswith(f"{e}_")), key=len) for name in kernels)
-    return ("base.cuh", *sorted({ENTRIES[entry][0] for entry in entries}))
+    return ("base.cuh", *sorted({kernel_named(name).header for name in kernels}))
+
+
+def kernel_named(name):
+    """The record of the kernel that a function with the name of a unit is made of."""
+    return max((kernel for kernel in KERNELS if name.startswith(f"{kernel.entry}_")),
+               key=lambda kernel: len(kernel.entry))
 
 
 def traits_of(entry):
