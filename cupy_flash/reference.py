@@ -140,7 +140,9 @@ def _backward(f, P, dout, dlse, q, k, v, bias, rounded):
     with np.errstate(all="ignore"):
         dP = hidden_zero(rounded(dout) @ rounded(f.v).swapaxes(2, 3))
         delta = (rounded(dout) * f.out).sum(axis=3, keepdims=True)
-        dA = hidden_zero(P * (dP - delta + dlse))
+        # Kernels keep one number a row, so dlse goes into delta first: what that rounds off is all
+        # that is left of dP - delta where a row sees one key.
+        dA = hidden_zero(P * (dP - (delta - dlse)))
         dS = rounded(hidden_zero(dA * f.cap_slope))
         dq = f.scale * (dS @ rounded(f.k))
         dk = f.scale * (dS.swapaxes(2, 3) @ rounded(f.q))
