@@ -21,19 +21,18 @@ def judge_all(name, backend, x):
 
 
 @pytest.mark.parametrize("rows", [2, 30])
-@pytest.mark.parametrize("softcap", [None, 300.0])
-@pytest.mark.parametrize("dtype, power", [("float32", 120), ("float64", 1000)])
-def test_the_scale_multiplies_the_product(backend, dtype, power, softcap, rows):
-    """Scores of 256; scale * q is beyond the largest number."""
-    x = inputs(Case("scale", Nq=rows, Nk=50, d=16, Hq=2, Hk=2, dtype=dtype, softcap=softcap))
-    spread = np.linspace(0.98, 1.02, 50).astype(dtype)[:, None]
-    x = x._replace(q=np.full_like(x.q, 2.0**power), dout=x.dout * x.dout.dtype.type(2.0**-20),
-                   k=np.full_like(x.k, 2.0**(-power - 6)) * spread,
-                   dlse=x.dlse * x.dlse.dtype.type(2.0**-20))
-    x.options["scale"] = 2.0**10
-    judge_all("large q", backend, x)
-    x = x._replace(q=x.k[:, :, :1] + 0 * x.q, k=2.0**power * spread + 0 * x.k)
-    judge_all("large k", backend, x)
+@pytest.mark.parametrize("columns, scale, softcap", [(16, 2.0**10, None), (1, 2.0**9, 16.0)])
+@pytest.mark.parametrize("dtype, power", [("float32", 120), ("float64", 1016)])
+def test_the_scale_multiplies_the_product(backend, dtype, power, columns, scale, softcap, rows):
+    """Exact scores around 256 (8 under the cap), where scale * q is beyond the largest number."""
+    x = inputs(Case("scale", Nq=rows, Nk=50, d=16, dtype=dtype, softcap=softcap, scale=scale))
+    kind = x.q.dtype.type
+    large, small = np.zeros((50, 16), kind), np.zeros((50, 16), kind)
+    large[:, :columns], small[:, :columns] = 2.0**power, 2.0 ** (-power - 6)
+    spread = (1 + np.arange(-25, 25) % 17 / 128).astype(kind)[:, None]
+    x = x._replace(dout=x.dout * kind(2.0**-20), dlse=x.dlse * kind(2.0**-20))
+    judge_all("large q", backend, x._replace(q=large[:rows] + 0 * x.q, k=small * spread + 0 * x.k))
+    judge_all("large k", backend, x._replace(q=small[:rows] + 0 * x.q, k=large * spread + 0 * x.k))
 
 
 def with_lowest_row(case, value):
@@ -81,7 +80,7 @@ def test_large_scores_without_a_bias(backend, causal):
     x.q[:, :, ::3] *= 2.0**20
     judge_all("1e11", backend, x)
     x = inputs(Case("far", Nq=40, Nk=200, d=16, alibi="h"))
-    x.options |= {"q_offset": -(2**30), "alibi_slopes": np.float32([2.0**-6, 2.0**-3])}
+    x.options.update({"q_offset": -(2**30), "alibi_slopes": np.float32([2.0**-6, 2.0**-3])})
     judge_all("alibi", backend, x)
 
 

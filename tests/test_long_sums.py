@@ -90,12 +90,12 @@ def test_infinities_stay_infinities(backend):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_rows(backend, dtype):
-    rows = 2**18 if dtype == np.float32 else 2**16
+    rows = 2**18 if dtype == np.float32 else 2**15
     judge_all("rows", backend, problem((rows, 16), (16, 16), dtype))
 
 
 def test_rows_of_grouped_heads(backend):
-    judge_all("heads", backend, problem((64, 2048, 16), (1, 16, 16)))
+    judge_all("heads", backend, problem((64, 1024, 16), (1, 16, 16)))
 
 
 def test_keys_of_the_gradient_of_q(backend):
