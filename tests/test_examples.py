@@ -88,7 +88,7 @@ if importlib.util.find_spec("jax"):
 
     def test_jax_adapter(x64):
         value, gradient = load("jax_adapter").main()
-        assert value < (1e-9 if x64 else 1e-2) and gradient < (1e-12 if x64 else 1e-5)
+        assert value < 1e-2 and gradient < 1e-5     # JAX's own has float32 scores in either case
 
     @pytest.mark.parametrize("shape", [(2, 4, 30, 8), (4, 30, 8), (30, 8)])
     def test_jax_adapter_under_vmap(x64, shape):
