@@ -17,6 +17,11 @@ FEW_ROWS = 4
 # d = 128 stay in 512 KiB of L2. Few rows are bound by memory: what is done once per tile is done
 # less often: 20 % in all for one query of float32 at d = 64. More keys leave L2 in float64.
 KEYS, KEYS_FOR_FEW_ROWS = 96, 1024
+# Lengths of the levels of a sum, which backends/cpu/sums.py derives: terms, keys, tiles of rows.
+CHAIN = 16
+SLICE = 256
+NEAR_KEYS = 4096
+NEAR_TILES = 256
 SPLIT_KEYS = 1024  # a split below this costs more in merging than a second thread brings
 SMALL_FLOPS = 2e6  # below, waking a thread takes longer than the work
 
@@ -60,7 +65,7 @@ def plan_forward(problem, device, config):
         rows = splits * problem.batch * problem.heads_q * problem.Nq
         workspace += [
             Buffer("out_partial", rows * problem.d_v, problem.accumulator),
-            Buffer("lse_partial", rows, problem.accumulator),
+            Buffer("sums_partial", 2 * rows, problem.accumulator),
         ]
         launches.append(
             Launch(
@@ -91,8 +96,10 @@ def plan_backward(problem, device, config):
         )
     threads = min(threads, heads * chunks)
     launches = [Launch("backward", config, heads * chunks, threads, chunks, reason)]
-    keys = tile_elements(problem.Nk + MICRO_ROWS, problem.d, _itemsize(problem)) + tile_elements(
-        problem.Nk + MICRO_ROWS, problem.d_v, _itemsize(problem)
+    levels = 2 if ceil(tiles / chunks) > NEAR_TILES else 1
+    keys = levels * sum(
+        tile_elements(problem.Nk + MICRO_ROWS, columns, _itemsize(problem))
+        for columns in (problem.d, problem.d_v)
     )
     slab = backward_slab(problem, config)
     workspace = [_slab(threads, slab + (keys if chunks == 1 else 0), problem)]
@@ -111,6 +118,8 @@ def plan_backward(problem, device, config):
     if problem.bias_shape and 0 not in problem.bias_shape:
         b, h, n, c = problem.bias_shape
         tasks = b * h * ceil(n / config.Br) * ceil(c / config.Bc)
+        rows = problem.batch * problem.heads_q * problem.Nq
+        workspace.append(Buffer("normalisers", 2 * rows, problem.accumulator))
         launches.append(
             Launch(
                 "dbias",
@@ -131,7 +140,8 @@ def forward_slab(problem, config):
         operands = [(FEW_ROWS, config.Bc), (FEW_ROWS, p.d)]
     else:
         operands = [(Bc, p.d), (Bc, p.d_v), (Bc, Br), (p.d, Br)]
-    tiles = [*operands, (Br + MICRO_ROWS, max(p.d, p.d_v)), (5, Br)]
+    far = (Br if p.Nk > NEAR_KEYS else 0, p.d_v)
+    tiles = [*operands, (Br + MICRO_ROWS, max(p.d, p.d_v)), far, far, (7, Br)]
     return sum(tile_elements(*tile, _itemsize(p)) for tile in tiles)
 
 
@@ -149,11 +159,14 @@ def backward_slab(problem, config):
         (Bc, config.Br),
         (Bc, config.Br),
         (Br, p.d),
+        (config.Br if p.Nk > NEAR_KEYS else 0, p.d),
+        (config.Br if p.Nk > NEAR_KEYS else 0, p.d),
         (1, p.d_v),
         (3, config.Br),
+        (7, config.Br),
     ]
     if p.bias_shape:
-        tiles.append((config.Bc, config.Br))
+        tiles += [(config.Bc, config.Br)] * 2
     return sum(tile_elements(*tile, _itemsize(p)) for tile in tiles)
 
 

@@ -10,12 +10,14 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
-from ...plan.cpu import MICRO_ROWS, VECTOR_BYTES
+from ...plan.cpu import CHAIN, MICRO_ROWS, NEAR_KEYS, NEAR_TILES, VECTOR_BYTES
 from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import key_range, open_rows
-from .micro_kernel import matmul
-from .scores import finish_scores, through_cap
-from .softmax import softmax_backward
+from .micro_kernel import add_matmul, matmul
+from .normalise import find_large_rows, keep_normalisers, normalise
+from .scores import score_tile, through_cap
+from .softmax import softmax_backward, softmax_step
+from .sums import add_lines, gather, join_row, move
 from .tiles import (
     carve,
     load_keys,
@@ -27,8 +29,12 @@ from .tiles import (
     zero_rows,
 )
 
-# Scratch of one worker. q_t, do_t: [d, query]; S, dP, U: [key, query]; lse, delta: [query].
-Tiles = namedtuple("Tiles", "q q_t do do_t k v S dP U dq o lse delta")
+# Scratch of one worker. q_t, do_t: [d, query]; S, dP, U: [key, query]; dq, far, rest: [query, d],
+# see sums.py; lse, share, delta and the 7 lines of state: [query].
+Tiles = namedtuple("Tiles", "q q_t do do_t k v S dP U dq far rest o lse share delta state")
+
+# dK and dV of a key head, and what has left them: see sums.py.
+KeySums = namedtuple("KeySums", "dk dv dk_far dv_far")
 
 
 @tile_function
@@ -45,9 +51,13 @@ def carve_tiles(slab, p):
     dP, end = carve(slab, end, Bc, p.Br)
     U, end = carve(slab, end, Bc, p.Br)
     dq, end = carve(slab, end, Br, d)
+    far, end = carve(slab, end, p.Br if p.Nk > NEAR_KEYS else 0, d)
+    rest, end = carve(slab, end, p.Br if p.Nk > NEAR_KEYS else 0, d)
     o, end = carve(slab, end, np.int64(1), d_v)
-    state, end = carve(slab, end, np.int64(3), p.Br)
-    return Tiles(q, q_t, do, do_t, k, v, S, dP, U, dq, o, state[0], state[1]), end
+    x, end = carve(slab, end, np.int64(3), p.Br)
+    state, end = carve(slab, end, np.int64(7), p.Br)
+    tiles = Tiles(q, q_t, do, do_t, k, v, S, dP, U, dq, far, rest, o, x[0], x[1], x[2], state)
+    return tiles, end
 
 
 @kernel
@@ -60,13 +70,22 @@ def backward(params, slab, tasks):
     while task < count:
         sequence, chunk = task // p.chunks, task % p.chunks
         b, head_k = sequence // p.heads_k, sequence % p.heads_k
-        dk_acc, dv_acc = accumulators(p, slab[end:], task)
-        zero_rows(dk_acc, np.int64(0), dk_acc.shape[0])
-        zero_rows(dv_acc, np.int64(0), dv_acc.shape[0])
+        sums = accumulators(p, slab[end:], task)
+        for x in sums:
+            zero_rows(x, np.int64(0), x.shape[0])
+        near = 0
         for row0 in range(chunk * p.Br, p.group * p.Nq, p.chunks * p.Br):
-            backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc)
+            if near == NEAR_TILES:
+                add_lines(sums.dk_far, sums.dk)
+                add_lines(sums.dv_far, sums.dv)
+                near = 0
+            near += 1
+            backward_rows(p, t, b, head_k, row0, sums.dk, sums.dv)
+        if len(sums.dk_far) > 0:
+            add_lines(sums.dk, sums.dk_far)
+            add_lines(sums.dv, sums.dv_far)
         if p.chunks == 1:
-            store_keys(p, dk_acc, dv_acc, b, head_k)
+            store_keys(p, sums, b, head_k)
         task = next_task(tasks)
 
 
@@ -75,12 +94,17 @@ def accumulators(p, own, task):
     """dK and dV of all keys: in the worker's slab, or in the task's part of the workspace."""
     lanes = VECTOR_BYTES // own.itemsize
     columns = (p.d + lanes - 1) // lanes + (p.d_v + lanes - 1) // lanes + 2
-    size = (p.Nk + MICRO_ROWS) * columns * lanes
+    lines = p.Nk + MICRO_ROWS
+    tiles = (p.group * p.Nq + p.Br - 1) // p.Br
+    far_lines = lines if (tiles + p.chunks - 1) // p.chunks > NEAR_TILES else 0
+    size = (lines + far_lines) * columns * lanes
     if p.chunks > 1:
         own = carray(as_pointer(p.partial + task * size * own.itemsize), (size,), own.dtype)
-    dk_acc, end = carve(own, np.int64(0), p.Nk + MICRO_ROWS, p.d)
-    dv_acc, end = carve(own, end, p.Nk + MICRO_ROWS, p.d_v)
-    return dk_acc, dv_acc
+    dk, end = carve(own, np.int64(0), lines, p.d)
+    dv, end = carve(own, end, lines, p.d_v)
+    dk_far, end = carve(own, end, far_lines, p.d)
+    dv_far, end = carve(own, end, far_lines, p.d_v)
+    return KeySums(dk, dv, dk_far, dv_far)
 
 
 @inlined
@@ -89,11 +113,23 @@ def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
     rows = open_rows(p, b, head_k * p.group, p.group, row0, t.S)
     load_rows(p, t, rows)
     t.dq[:] = 0
+    t.far[:] = 0
+    t.rest[:] = 0
     k_base = p.k.address + b * p.k.b + head_k * p.k.h
     v_base = p.v.address + b * p.v.b + head_k * p.v.h
     first, last = key_range(rows)
+    if find_large_rows(t.lse, rows.rows):
+        sum_rows(p, t, rows, k_base, v_base, first, last)
+        normalise(t.lse, t.share, t.state[0], t.state[1], rows.rows)
+    if p.normalisers != 0:
+        keep_normalisers(p, rows, t.lse, t.share)
+    near = 0
     for key0 in range(first, last, p.Bc):
         keys = min(p.Bc, last - key0)
+        if near >= NEAR_KEYS:
+            move(t.dq, t.far, t.rest, rows.rows, p.d)
+            near = 0
+        near += keys
         load_key_tiles(p, t, k_base, v_base, key0, keys)
         gradient_tile(p, t, rows, key0, keys)
         if p.softcap != 0:
@@ -102,9 +138,11 @@ def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
         zero_rows(t.dP, keys, keys + MICRO_ROWS)
         round_tile(t.S, keys, rows.lanes, p.round_P)
         round_tile(t.dP, keys, rows.lanes, p.round_P)
-        matmul(dv_acc[key0:], t.S, t.do, keys, p.d_v, rows.rows, True)  # dV += P^T dO
-        matmul(dk_acc[key0:], t.dP, t.q, keys, p.d, rows.rows, True)  # dK += dS^T Q
-        matmul(t.dq, t.dP.T, t.k, rows.rows, p.d, keys, True)  # dQ += dS K
+        add_matmul(dv_acc[key0:], t.S, t.do, keys, p.d_v, rows.rows)  # dV += P^T dO
+        add_matmul(dk_acc[key0:], t.dP, t.q, keys, p.d, rows.rows)  # dK += dS^T Q
+        add_matmul(t.dq, t.dP.T, t.k, rows.rows, p.d, keys)  # dQ += dS K
+    if len(t.far) > 0:
+        gather(t.dq, t.far, t.rest, rows.rows, p.d)
     base = p.dq.address + b * p.dq.b + rows.head0 * p.dq.h
     for r in range(min(p.Br, p.group * p.Nq - row0)):
         if r >= rows.rows or t.lse[r] == np.inf:
@@ -121,6 +159,7 @@ def load_rows(p, t, rows):
     the dO of the products: a rounding of dO shifts all dP of a row, and cancels in dP - delta.
     """
     b, row0, n, group = rows.b, rows.row0, rows.rows, rows.group
+    t.share[:] = 1
     load_tile(t.q, p.q, p.q.address + b * p.q.b + rows.head0 * p.q.h, row0, n, p.d, group)
     load_tile(
         t.do, p.dout, p.dout.address + b * p.dout.b + rows.head0 * p.dout.h, row0, n, p.d_v, group
@@ -138,15 +177,31 @@ def load_rows(p, t, rows):
         else:
             load_tile(t.o, p.out, out, row0 + r, np.int64(1), p.d_v, group)
             t.delta[r] = 0
-            for c0 in range(0, p.d_v, 16):  # in short chains, as the micro-kernel does
+            for c0 in range(0, p.d_v, CHAIN):  # as the micro-kernel does
                 part = t.o.dtype.type(0)
-                for c in range(c0, min(c0 + 16, p.d_v)):
+                for c in range(c0, min(c0 + CHAIN, p.d_v)):
                     part += t.o[0, c] * t.do[r, c]
                 t.delta[r] += part
             if p.dlse.address != 0:
                 t.delta[r] -= row_value(p.dlse, rows, row0 + r, t.o)
-    transpose_tile(t.q_t, t.q, n, p.d, rows.lanes, t.q.dtype.type(p.scale))
-    transpose_tile(t.do_t, t.do, n, p.d_v, rows.lanes, t.q.dtype.type(1))
+    transpose_tile(t.q_t, t.q, n, p.d, rows.lanes)
+    transpose_tile(t.do_t, t.do, n, p.d_v, rows.lanes)
+
+
+@tile_function
+def sum_rows(p, t, rows, k_base, v_base, first, last):
+    """m and l of the rows as t.state[0] and t.state[1], m being the largest score."""
+    m, l, rest, lazy = t.state[0], t.state[1], t.state[2], t.S.dtype.type(0)
+    alpha, m_ref, part, total = t.state[3], t.state[4], t.state[5], t.state[6]
+    m[:] = -np.inf
+    l[:] = 0
+    rest[:] = 0
+    for key0 in range(first, last, p.Bc):
+        keys = min(p.Bc, last - key0)
+        load_key_tiles(p, t, k_base, v_base, key0, keys)
+        score_tile(t.S, t.k, t.v, t.q_t, p, rows, key0, keys)
+        softmax_step(t.S, m, l, rest, alpha, m_ref, part, total, keys, rows.lanes, lazy)
+    join_row(l, rest, rows.rows)
 
 
 @tile_function
@@ -168,35 +223,36 @@ def load_key_tiles(p, t, k_base, v_base, key0, keys):
 @tile_function
 def gradient_tile(p, t, rows, key0, keys):
     """S = P, and dP = P * (dP - delta): the gradient of the scores behind the softcap."""
-    matmul(t.S, t.k, t.q_t, keys, rows.lanes, p.d, False)  # S^T = K Q^T
-    finish_scores(t.S, t.k, t.v, p, rows, key0, keys)
-    matmul(t.dP, t.v, t.do_t, keys, rows.lanes, p.d_v, False)  # dP^T = V dO^T
-    softmax_backward(t.S, t.dP, t.lse, t.delta, keys, rows.lanes)
+    score_tile(t.S, t.k, t.v, t.q_t, p, rows, key0, keys)
+    matmul(t.dP, t.v, t.do_t, keys, rows.lanes, p.d_v, t.dP.dtype.type(1))  # dP^T = V dO^T
+    softmax_backward(t.S, t.dP, t.lse, t.share, t.delta, keys, rows.lanes)
 
 
 @tile_function
-def store_keys(p, dk_acc, dv_acc, b, head_k):
-    """dk = scale dk_acc and dv = dv_acc of one key head."""
+def store_keys(p, sums, b, head_k):
+    """dk = scale dK and dv = dV of one key head."""
     dk = p.dk.address + b * p.dk.b + head_k * p.dk.h
     dv = p.dv.address + b * p.dv.b + head_k * p.dv.h
+    one = sums.dv.dtype.type(1)
     for j in range(p.Nk):
-        store_row(p.dk, dk + j * p.dk.n, dk_acc[j], p.d, dk_acc.dtype.type(p.scale))
-        store_row(p.dv, dv + j * p.dv.n, dv_acc[j], p.d_v, dv_acc.dtype.type(1))
+        store_row(p.dk, dk + j * p.dk.n, sums.dk[j], p.d, sums.dk.dtype.type(p.scale))
+        store_row(p.dv, dv + j * p.dv.n, sums.dv[j], p.d_v, one)
 
 
 @kernel
 def reduce_chunks(params, slab, tasks):
-    """dk and dv of a key head from its chunks' accumulators, added in the order of the chunks."""
+    """dk and dv of a key head from its chunks' accumulators, added in pairs, these in pairs, ..."""
     p = params[0]
     head = next_task(tasks)
     while head < p.batch * p.heads_k:
-        dk_sum, dv_sum = accumulators(p, slab, head * p.chunks)
-        for chunk in range(1, p.chunks):
-            dk_acc, dv_acc = accumulators(p, slab, head * p.chunks + chunk)
-            for j in range(p.Nk):
-                for c in range(p.d):
-                    dk_sum[j, c] += dk_acc[j, c]
-                for c in range(p.d_v):
-                    dv_sum[j, c] += dv_acc[j, c]
-        store_keys(p, dk_sum, dv_sum, head // p.heads_k, head % p.heads_k)
+        step = 1
+        while step < p.chunks:
+            for chunk in range(0, p.chunks - step, 2 * step):
+                total = accumulators(p, slab, head * p.chunks + chunk)
+                other = accumulators(p, slab, head * p.chunks + chunk + step)
+                add_lines(total.dk, other.dk)
+                add_lines(total.dv, other.dv)
+            step *= 2
+        sums = accumulators(p, slab, head * p.chunks)
+        store_keys(p, sums, head // p.heads_k, head % p.heads_k)
         head = next_task(tasks)

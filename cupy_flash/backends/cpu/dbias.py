@@ -7,9 +7,12 @@ the five of `backward`), which keeps the workspace O(1) for every shape of bias.
 
 import numpy as np
 
+from ...plan.cpu import CHAIN
 from .backward import carve_tiles, gradient_tile, load_key_tiles, load_rows
 from .jit import kernel, next_task, tile_function
 from .mask import key_range, open_rows
+from .normalise import load_normalisers
+from .sums import add_row, add_rows, join_rows, sum_line
 from .tiles import carve, store_row, zero_rows
 
 
@@ -18,7 +21,8 @@ def dbias(params, slab, tasks):
     """One worker: takes tiles of dbias until none is left. slab: its scratch, zeroed."""
     p = params[0]
     t, end = carve_tiles(slab, p)
-    acc, end = carve(slab, end, p.Bc, p.Br)  # [key, query], one line if broadcast
+    acc, end = carve(slab, end, p.Bc, p.Br)  # [key, query]; one key if broadcast
+    rest, end = carve(slab, end, p.Bc, p.Br)
     tiles_q = (p.Nbias_q + p.Br - 1) // p.Br
     tiles_k = (p.Nbias_k + p.Bc - 1) // p.Bc
     task = next_task(tasks)
@@ -28,16 +32,17 @@ def dbias(params, slab, tasks):
         head = task // (tiles_k * tiles_q) % p.heads_bias
         b = task // (tiles_k * tiles_q * p.heads_bias)
         zero_rows(acc, np.int64(0), p.Bc)
+        zero_rows(rest, np.int64(0), p.Bc)
         for b_in in range(b, p.batch if p.batch_bias == 1 else b + 1):
             for head_in in range(head, p.heads_q if p.heads_bias == 1 else head + 1):
-                add_head(p, t, acc, b_in, head_in, row0, key0)
-        store_tile(p, t, acc, b, head, row0, key0)
+                add_head(p, t, acc, rest, b_in, head_in, row0, key0)
+        store_tile(p, t, acc, rest, b, head, row0, key0)
         task = next_task(tasks)
 
 
 @tile_function
-def add_head(p, t, acc, b, head, row0, key0):
-    """acc += dS of one head, of the rows and keys that meet this tile."""
+def add_head(p, t, acc, rest, b, head, row0, key0):
+    """acc + rest += dS of one head, of the rows and keys that meet this tile."""
     row_end = p.Nq if p.Nbias_q == 1 else min(row0 + p.Br, p.Nq)
     key_end = p.Nk if p.Nbias_k == 1 else min(key0 + p.Bc, p.Nk)
     k_base = p.k.address + b * p.k.b + head // p.group * p.k.h
@@ -45,50 +50,51 @@ def add_head(p, t, acc, b, head, row0, key0):
     for row in range(row0, row_end, p.Br):
         rows = open_rows(p, b, head, np.int64(1), row, t.S)
         load_rows(p, t, rows)
+        load_normalisers(p, rows, t.lse, t.share)
         first, last = key_range(rows)
         for key in range(key0, key_end, p.Bc):
             keys = min(p.Bc, key_end - key)
             if key < last and first < key + keys:
                 load_key_tiles(p, t, k_base, v_base, key, keys)
                 gradient_tile(p, t, rows, key, keys)
-                add_tile(p, acc, t.dP, rows.rows, keys)
+                add_tile(p, acc, rest, t.dP, t.U, rows, keys)
 
 
 @tile_function
-def add_tile(p, acc, dS, rows, keys):
-    """acc += dS, folded onto the first line of a broadcast axis.
-
-    A tile is summed before it is added: a sum over all rows and keys keeps its last digits.
-    """
-    zero = acc.dtype.type(0)
-    if p.Nbias_q == 1:
-        tile_total = zero
+def add_tile(p, acc, rest, dS, U, rows, keys):
+    """acc + rest += dS, summed over the keys if dbias has one for all. U: room for a tile."""
+    if p.Nbias_k == 1:
+        sum_keys(dS, keys, rows.lanes, U[0], U[1])
+        add_row(acc[0], rest[0], U[0], rows.rows)
+    elif p.batch_bias == p.batch and p.heads_bias == p.heads_q and p.Nbias_q == p.Nq:
         for j in range(keys):
-            total = zero
-            for r in range(rows):
-                total += dS[j, r]
-            tile_total += total
-            if p.Nbias_k != 1:
-                acc[j, 0] += total
-        if p.Nbias_k == 1:
-            acc[0, 0] += tile_total
-    elif p.Nbias_k == 1:
-        for r in range(rows):
-            total = zero
-            for j in range(keys):
-                total += dS[j, r]
-            acc[0, r] += total
+            for r in range(rows.rows):
+                acc[j, r] = dS[j, r]
     else:
-        for j in range(keys):
-            for r in range(rows):
-                acc[j, r] += dS[j, r]
+        add_rows(acc, rest, dS, keys, rows.rows)
 
 
 @tile_function
-def store_tile(p, t, acc, b, head, row0, key0):
-    """The tile of dbias from acc."""
+def sum_keys(dS, keys, lanes, total, part):
+    """total = the sum of dS over its keys."""
+    total[:lanes] = 0
+    for j0 in range(0, keys, CHAIN):
+        part[:lanes] = 0
+        for j in range(j0, min(j0 + CHAIN, keys)):
+            for i in range(lanes):
+                part[i] += dS[j, i]
+        for i in range(lanes):
+            total[i] += part[i]
+
+
+@tile_function
+def store_tile(p, t, acc, rest, b, head, row0, key0):
+    """The tile of dbias from acc + rest, summed over the rows if dbias has one for all."""
     keys = min(p.Bc, p.Nbias_k - key0)
     line = t.U.reshape(t.U.size)
+    join_rows(acc, rest, keys, p.Br)
+    for j in range(keys if p.Nbias_q == 1 else 0):
+        acc[j, 0] = sum_line(acc[j], p.Br)
     for r in range(min(p.Br, p.Nbias_q - row0)):
         for j in range(keys):
             line[j] = acc[j, r]

@@ -23,19 +23,23 @@ _COMMON = [
     *((name, "f8") for name in ("scale", "softcap", "lazy")),  # softcap 0: off
 ]
 
-# out_partial, lse_partial: addresses of [splits, batch, heads_q, Nq, (d_v)].
+# out_partial, sums_partial: addresses of [splits, batch, heads_q, Nq, (d_v, or m and l)].
 ForwardParams = np.dtype(
-    [*_COMMON, *((name, "i8") for name in ("splits", "split_keys", "out_partial", "lse_partial"))],
+    [*_COMMON, *((name, "i8") for name in ("splits", "split_keys", "out_partial", "sums_partial"))],
     align=True,
 )
-# partial: address of [batch, heads_k, chunks, dk and dv tiles]; *_bias: extents of dbias.
+# partial: address of [batch, heads_k, chunks, dk and dv tiles]; normalisers: see normalise.py;
+# *_bias: extents of dbias.
 BackwardParams = np.dtype(
     [
         *_COMMON,
         *((name, Tensor) for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")),
         *(
             (name, "i8")
-            for name in ("chunks", "partial", "Nbias_q", "Nbias_k", "batch_bias", "heads_bias")
+            for name in (
+                *("chunks", "partial", "normalisers"),
+                *("Nbias_q", "Nbias_k", "batch_bias", "heads_bias"),
+            )
         ),
     ],
     align=True,
@@ -117,7 +121,7 @@ def _forward(problem, launch, operands, buffers):
         "splits": splits,
         "split_keys": -(-problem.Nk // splits),
         "out_partial": _address(buffers.get("out_partial")),
-        "lse_partial": _address(buffers.get("lse_partial")),
+        "sums_partial": _address(buffers.get("sums_partial")),
     }
 
 
@@ -130,6 +134,7 @@ def _backward(problem, launch, operands, buffers):
         },
         "chunks": launch.splits,
         "partial": _address(buffers.get("partial")),
+        "normalisers": _address(buffers.get("normalisers")),
         "batch_bias": b,
         "heads_bias": h,
         "Nbias_q": n,
