@@ -1,8 +1,10 @@
-"""The backward kernel: dQ, dK, dV with one writer each, no atomics, a fixed order of sums.
+"""The backward kernel: dQ, dK, dV without atomics, in a fixed order of sums.
 
-Dao et al., "FlashAttention" (2022), algorithm 4, with the query tiles in the outer loop. A task
-owns a key head (or one of several interleaved chunks of its query tiles), so the gradients of
-grouped heads add up in its accumulators.
+Dao et al., "FlashAttention" (2022), algorithm 4, with the query tiles in the outer loop. A chunk is
+a key head, or one of several interleaved parts of its query tiles; it has accumulators for dK and
+dV, in which the gradients of grouped heads add up too. A task is a chunk; or a single query tile,
+and then the workers take turns at the chunk's accumulators, in the order in which one worker alone
+would add.
 """
 
 from collections import namedtuple
@@ -10,12 +12,13 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
-from ...plan.cpu import MICRO_ROWS, VECTOR_BYTES
+from ...plan.cpu import KEY_BLOCK, MICRO_ROWS, VECTOR_BYTES
 from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import key_range, open_rows
 from .micro_kernel import matmul
 from .scores import finish_scores, through_cap
 from .softmax import softmax_backward
+from .team import enter, leave, stopped
 from .tiles import (
     carve,
     load_keys,
@@ -26,6 +29,7 @@ from .tiles import (
     transpose_tile,
     zero_rows,
 )
+from .turns import ALL_KEYS, Turns, end_turn, wait_for_turn
 
 # Scratch of one worker. q_t, do_t: [d, query]; S, dP, U: [key, query]; lse, delta: [query].
 Tiles = namedtuple("Tiles", "q q_t do do_t k v S dP U dq o lse delta")
@@ -51,40 +55,45 @@ def carve_tiles(slab, p):
 
 
 @kernel
-def backward(params, slab, tasks):
-    """One worker: takes (key head, chunk) tasks until none is left. slab: its scratch, zeroed."""
+def backward(params, slab, shared, worker):
+    """One worker: takes chunks or query tiles until none is left. slab: its scratch, zeroed."""
+    if not enter(shared, worker):
+        return
     p = params[0]
     t, end = carve_tiles(slab, p)
-    count = p.batch * p.heads_k * p.chunks
-    task = next_task(tasks)
-    while task < count:
-        sequence, chunk = task // p.chunks, task % p.chunks
+    heads, tiles = p.batch * p.heads_k, (p.group * p.Nq + p.Br - 1) // p.Br
+    parts = tiles if p.by_tiles else p.chunks  # of a key head; the first of each head come first
+    task = next_task(shared)
+    while task < heads * parts and not stopped(shared, worker):
+        sequence, part = task % heads, task // heads
         b, head_k = sequence // p.heads_k, sequence % p.heads_k
-        dk_acc, dv_acc = accumulators(p, slab[end:], task)
-        zero_rows(dk_acc, np.int64(0), dk_acc.shape[0])
-        zero_rows(dv_acc, np.int64(0), dv_acc.shape[0])
-        for row0 in range(chunk * p.Br, p.group * p.Nq, p.chunks * p.Br):
-            backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc)
-        if p.chunks == 1:
-            store_keys(p, dk_acc, dv_acc, b, head_k)
-        task = next_task(tasks)
+        dk_acc, dv_acc = accumulators(p, slab[end:], sequence * p.chunks + part % p.chunks)
+        if p.partial == 0:
+            zero_keys(p, dk_acc, dv_acc, shared, worker)
+        for tile in range(part, tiles, parts):
+            turns = Turns(p.turns + 8 * sequence * tiles, tile, p.chunks)
+            backward_rows(p, t, b, head_k, tile * p.Br, dk_acc, dv_acc, turns, shared, worker)
+        if p.partial == 0:
+            store_all_keys(p, dk_acc, dv_acc, b, head_k, shared, worker)
+        task = next_task(shared)
+    leave(shared, worker)
 
 
 @tile_function
-def accumulators(p, own, task):
-    """dK and dV of all keys: in the worker's slab, or in the task's part of the workspace."""
+def accumulators(p, own, chunk):
+    """dK and dV of all keys: in the worker's slab, or in the chunk's part of the workspace."""
     lanes = VECTOR_BYTES // own.itemsize
     columns = (p.d + lanes - 1) // lanes + (p.d_v + lanes - 1) // lanes + 2
     size = (p.Nk + MICRO_ROWS) * columns * lanes
-    if p.chunks > 1:
-        own = carray(as_pointer(p.partial + task * size * own.itemsize), (size,), own.dtype)
+    if p.partial != 0:
+        own = carray(as_pointer(p.partial + chunk * size * own.itemsize), (size,), own.dtype)
     dk_acc, end = carve(own, np.int64(0), p.Nk + MICRO_ROWS, p.d)
     dv_acc, end = carve(own, end, p.Nk + MICRO_ROWS, p.d_v)
     return dk_acc, dv_acc
 
 
 @inlined
-def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
+def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc, turns, shared, worker):
     """One tile of packed rows: adds to dk_acc and dv_acc, writes its rows of dq."""
     rows = open_rows(p, b, head_k * p.group, p.group, row0, t.S)
     load_rows(p, t, rows)
@@ -93,6 +102,8 @@ def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
     v_base = p.v.address + b * p.v.b + head_k * p.v.h
     first, last = key_range(rows)
     for key0 in range(first, last, p.Bc):
+        if stopped(shared, worker):
+            break
         keys = min(p.Bc, last - key0)
         load_key_tiles(p, t, k_base, v_base, key0, keys)
         gradient_tile(p, t, rows, key0, keys)
@@ -102,9 +113,16 @@ def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
         zero_rows(t.dP, keys, keys + MICRO_ROWS)
         round_tile(t.S, keys, rows.lanes, p.round_P)
         round_tile(t.dP, keys, rows.lanes, p.round_P)
+        touched = key0 + (keys + MICRO_ROWS - 1) // MICRO_ROWS * MICRO_ROWS
+        if p.by_tiles and not wait_for_turn(turns, touched, shared, worker):
+            break
         matmul(dv_acc[key0:], t.S, t.do, keys, p.d_v, rows.rows, True)  # dV += P^T dO
         matmul(dk_acc[key0:], t.dP, t.q, keys, p.d, rows.rows, True)  # dK += dS^T Q
+        if p.by_tiles:
+            end_turn(turns, key0 + keys)
         matmul(t.dq, t.dP.T, t.k, rows.rows, p.d, keys, True)  # dQ += dS K
+    if p.by_tiles and wait_for_turn(turns, ALL_KEYS, shared, worker):
+        end_turn(turns, ALL_KEYS)
     base = p.dq.address + b * p.dq.b + rows.head0 * p.dq.h
     for r in range(min(p.Br, p.group * p.Nq - row0)):
         if r >= rows.rows or t.lse[r] == np.inf:
@@ -175,28 +193,54 @@ def gradient_tile(p, t, rows, key0, keys):
 
 
 @tile_function
-def store_keys(p, dk_acc, dv_acc, b, head_k):
-    """dk = scale dk_acc and dv = dv_acc of one key head."""
+def zero_keys(p, dk_acc, dv_acc, shared, worker):
+    """dk_acc = dv_acc = 0, in blocks."""
+    end = p.Nk + MICRO_ROWS
+    for key0 in range(0, end, KEY_BLOCK):
+        if stopped(shared, worker):
+            break
+        zero_rows(dk_acc, key0, min(key0 + KEY_BLOCK, end))
+        zero_rows(dv_acc, key0, min(key0 + KEY_BLOCK, end))
+
+
+@tile_function
+def store_all_keys(p, dk_acc, dv_acc, b, head_k, shared, worker):
+    """`store_keys` for all keys of a head, in blocks."""
+    for key0 in range(0, p.Nk, KEY_BLOCK):
+        if stopped(shared, worker):
+            break
+        store_keys(p, dk_acc, dv_acc, b, head_k, key0, min(key0 + KEY_BLOCK, p.Nk))
+
+
+@tile_function
+def store_keys(p, dk_acc, dv_acc, b, head_k, first, end):
+    """dk = scale dk_acc and dv = dv_acc of the keys first ... end of a key head."""
     dk = p.dk.address + b * p.dk.b + head_k * p.dk.h
     dv = p.dv.address + b * p.dv.b + head_k * p.dv.h
-    for j in range(p.Nk):
+    for j in range(first, end):
         store_row(p.dk, dk + j * p.dk.n, dk_acc[j], p.d, dk_acc.dtype.type(p.scale))
         store_row(p.dv, dv + j * p.dv.n, dv_acc[j], p.d_v, dv_acc.dtype.type(1))
 
 
 @kernel
-def reduce_chunks(params, slab, tasks):
-    """dk and dv of a key head from its chunks' accumulators, added in the order of the chunks."""
+def reduce_chunks(params, slab, shared, worker):
+    """dk and dv from the chunks' accumulators, added in the order of the chunks, block by block."""
+    if not enter(shared, worker):
+        return
     p = params[0]
-    head = next_task(tasks)
-    while head < p.batch * p.heads_k:
+    blocks = (p.Nk + KEY_BLOCK - 1) // KEY_BLOCK
+    task = next_task(shared)
+    while task < p.batch * p.heads_k * blocks and not stopped(shared, worker):
+        head, key0 = task // blocks, task % blocks * KEY_BLOCK
+        end = min(key0 + KEY_BLOCK, p.Nk)
         dk_sum, dv_sum = accumulators(p, slab, head * p.chunks)
         for chunk in range(1, p.chunks):
             dk_acc, dv_acc = accumulators(p, slab, head * p.chunks + chunk)
-            for j in range(p.Nk):
+            for j in range(key0, end):
                 for c in range(p.d):
                     dk_sum[j, c] += dk_acc[j, c]
                 for c in range(p.d_v):
                     dv_sum[j, c] += dv_acc[j, c]
-        store_keys(p, dk_sum, dv_sum, head // p.heads_k, head % p.heads_k)
-        head = next_task(tasks)
+        store_keys(p, dk_sum, dv_sum, head // p.heads_k, head % p.heads_k, key0, end)
+        task = next_task(shared)
+    leave(shared, worker)

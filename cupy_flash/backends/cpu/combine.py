@@ -5,22 +5,25 @@ from numba import carray
 
 from .elementary import exp
 from .jit import as_pointer, kernel, next_task
+from .team import enter, leave, stopped
 from .tiles import store_row
 
 
 @kernel
-def combine(params, slab, tasks):
+def combine(params, slab, shared, worker):
     """One worker: takes rows until none is left.
 
     lse = ln sum exp(lse_s), out = sum exp(lse_s - lse) out_s.
     """
+    if not enter(shared, worker):
+        return
     p = params[0]
     rows = p.batch * p.heads_q * p.Nq
     out_partial = carray(as_pointer(p.out_partial), (p.splits, rows, p.d_v), slab.dtype)
     lse_partial = carray(as_pointer(p.lse_partial), (p.splits, rows), slab.dtype)
     total = slab[: p.d_v]
-    row = next_task(tasks)
-    while row < rows:
+    row = next_task(shared)
+    while row < rows and not stopped(shared, worker):
         m = slab.dtype.type(-np.inf)
         for s in range(p.splits):
             m = np.maximum(m, lse_partial[s, row])
@@ -42,4 +45,5 @@ def combine(params, slab, tasks):
             total[0] = m + np.log(l)
             lse = p.lse.address + b * p.lse.b + head * p.lse.h + i * p.lse.n
             store_row(p.lse, lse, total, 1, 1)
-        row = next_task(tasks)
+        row = next_task(shared)
+    leave(shared, worker)

@@ -29,6 +29,7 @@ ForwardParams = np.dtype(
     align=True,
 )
 # partial: address of [batch, heads_k, chunks, dk and dv tiles]; *_bias: extents of dbias.
+# turns: address of [batch, heads_k, query tiles], see turns.py.
 BackwardParams = np.dtype(
     [
         *_COMMON,
@@ -37,6 +38,7 @@ BackwardParams = np.dtype(
             (name, "i8")
             for name in ("chunks", "partial", "Nbias_q", "Nbias_k", "batch_bias", "heads_bias")
         ),
+        *((name, "i8") for name in ("by_tiles", "turns")),
     ],
     align=True,
 )
@@ -134,6 +136,8 @@ def _backward(problem, launch, operands, buffers):
         "heads_bias": h,
         "Nbias_q": n,
         "Nbias_k": c,
+        "by_tiles": "turns" in buffers,
+        "turns": _address(buffers.get("turns")),
     }
 
 
