@@ -43,17 +43,20 @@ def busy(tasks, threads):
 
 
 def shares(tasks, most):
-    """Smallest number of equal parts of each task that keeps any number of `THREADS` busy.
+    """A small number of equal parts of each task that keeps any number of `THREADS` busy.
 
     That is 80 % of the time, or where no number of parts up to `most` can do it, 60 % of the best.
+    Up to a fourth more parts are taken if they do better.
     """
     if tasks >= 4 * THREADS[-1]:
         return 1
     most = min(most, ceil(4 * THREADS[-1] / tasks))
     rates = {n: [busy(tasks * parts, n) for parts in range(1, most + 1)] for n in THREADS}
-    wanted = {n: 0.8 if max(rates[n]) >= 0.8 else 0.6 * max(rates[n]) for n in THREADS}
-    fit = (i for i in range(most) if all(rates[n][i] >= wanted[n] for n in THREADS))
-    return 1 + next(fit, most - 1)
+    best = {n: max(rates[n]) for n in THREADS}
+    fit = [i for i in range(most)
+           if all(rates[n][i] >= (0.8 if best[n] >= 0.8 else 0.6 * best[n]) for n in THREADS)]
+    near = [i for i in fit if 1 + i <= 1.25 * (1 + fit[0])] or range(most)
+    return 1 + max(near, key=lambda i: min(rates[n][i] / best[n] for n in THREADS))
 
 
 def plan_forward(problem, device, config):
