@@ -22,6 +22,7 @@ LAYERS = (
     ("bind",),
     ("axes",),
     ("arrays", "problem", "device", "merge", "reference", "_version"),
+    ("processors",),
 )
 LEVEL = {part: len(LAYERS) - i for i, parts in enumerate(LAYERS) for part in parts}
 # Where the heavy packages may be imported: folders and files of the package.
