@@ -14,7 +14,7 @@ def side_by_side(function, arguments):
         from concurrent.futures import ThreadPoolExecutor
 
         pool = ThreadPoolExecutor(len(others))
-    except RuntimeError:        # the import, too, wants to be told of the interpreter's end
+    except (ImportError, RuntimeError):     # the interpreter ends: not even the import works
         return [function(*one) for one in arguments]
     with pool:
         started = []
