@@ -11,6 +11,7 @@ from queue import SimpleQueue
 
 import numpy as np
 import pytest
+from numba import njit
 
 from cupy_flash.backends.cpu import jit, pool, team
 
@@ -212,6 +213,27 @@ def test_a_caller_that_fails_waits_for_its_helpers(threads):
     with pytest.raises(MemoryError):
         pool.run(kernel, None, [None] * 2, ())
     assert inside == []
+
+
+@njit(nogil=True)
+def slow(params, slab, shared, worker):
+    """The caller goes as soon as the helper has come; that one is done some 50 ms later."""
+    if not team.enter(shared, worker):
+        return
+    if worker == 0:
+        while team.read(shared, team.INSIDE + team.LINE) == 0:
+            team.nap()
+    else:
+        for _ in range(700):
+            team.nap()
+        params[0] = 1
+    team.leave(shared, worker)
+
+
+def test_a_call_ends_when_all_helpers_are_done(threads):
+    params = np.zeros(1)
+    pool.run(slow, params, [params, params], ())
+    assert params[0] == 1
 
 
 def test_nobody_comes_after_the_caller_has_gone(threads, monkeypatch):
