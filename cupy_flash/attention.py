@@ -379,5 +379,6 @@ def _backend(kind):
     if kind == "cuda":
         from .backends.cuda import launch
         return launch
+    device.cpu()        # refuses a number of threads that Numba would refuse less clearly
     from .backends import cpu
     return cpu

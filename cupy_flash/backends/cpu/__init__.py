@@ -32,7 +32,8 @@ def run(direction, problem, arrays):
     templates = _templates.get(plan) or _make_templates(plan, operands, buffers)
     for launch, template in zip(plan.launches, templates, strict=True):
         params = template.fill(operands, buffers)
-        pool.run(KERNELS[launch.entry], params, _slabs(buffers["slab"], launch.threads))
+        slabs = _slabs(buffers["slab"], launch.threads)
+        pool.run(KERNELS[launch.entry], params, slabs, (operands, buffers))
     return as_given(problem, results)
 
 

@@ -1,8 +1,10 @@
-"""The backward kernel: dQ, dK, dV with one writer each, no atomics, a fixed order of sums.
+"""The backward kernel: dQ, dK, dV without atomics, in a fixed order of sums.
 
-Dao et al., "FlashAttention" (2022), algorithm 4, with the query tiles in the outer loop. A task
-owns a key head (or one of several interleaved chunks of its query tiles), so the gradients of
-grouped heads add up in its accumulators.
+Dao et al., "FlashAttention" (2022), algorithm 4, with the query tiles in the outer loop. A chunk is
+a key head, or one of several interleaved parts of its query tiles; it has accumulators for dK and
+dV, in which the gradients of grouped heads add up too. A task is a chunk; or a single query tile,
+and then the workers take turns at the chunk's accumulators, in the order in which one worker alone
+would add.
 """
 
 from collections import namedtuple
@@ -10,7 +12,7 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
-from ...plan.cpu import CHAIN, MICRO_ROWS, NEAR_KEYS, NEAR_TILES, VECTOR_BYTES
+from ...plan.cpu import CHAIN, KEY_BLOCK, MICRO_ROWS, NEAR_KEYS, NEAR_TILES, VECTOR_BYTES
 from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import key_range, open_rows
 from .micro_kernel import add_matmul, matmul
@@ -18,6 +20,7 @@ from .normalise import find_large_rows, keep_normalisers, normalise
 from .scores import score_tile, through_cap
 from .softmax import softmax_backward, softmax_step
 from .sums import add_lines, gather, join_row, move
+from .team import enter, leave, stopped
 from .tiles import (
     carve,
     load_keys,
@@ -28,6 +31,7 @@ from .tiles import (
     transpose_tile,
     zero_rows,
 )
+from .turns import ALL_KEYS, Turns, end_turn, wait_for_turn
 
 # Scratch of one worker. q_t, do_t: [d, query]; S, dP, U: [key, query]; dq, far, rest: [query, d],
 # see sums.py; lse, share, delta and the 7 lines of state: [query].
@@ -61,45 +65,41 @@ def carve_tiles(slab, p):
 
 
 @kernel
-def backward(params, slab, tasks):
-    """One worker: takes (key head, chunk) tasks until none is left. slab: its scratch, zeroed."""
+def backward(params, slab, shared, worker):
+    """One worker: takes chunks or query tiles until none is left. slab: its scratch, zeroed."""
+    if not enter(shared, worker):
+        return
     p = params[0]
     t, end = carve_tiles(slab, p)
-    count = p.batch * p.heads_k * p.chunks
-    task = next_task(tasks)
-    while task < count:
-        sequence, chunk = task // p.chunks, task % p.chunks
+    heads, tiles = p.batch * p.heads_k, (p.group * p.Nq + p.Br - 1) // p.Br
+    parts = tiles if p.by_tiles else p.chunks  # of a key head; the first of each head come first
+    task = next_task(shared)
+    while task < heads * parts and not stopped(shared, worker):
+        sequence, part = task % heads, task // heads
         b, head_k = sequence // p.heads_k, sequence % p.heads_k
-        sums = accumulators(p, slab[end:], task)
-        for x in sums:
-            zero_rows(x, np.int64(0), x.shape[0])
-        near = 0
-        for row0 in range(chunk * p.Br, p.group * p.Nq, p.chunks * p.Br):
-            if near == NEAR_TILES:
-                add_lines(sums.dk_far, sums.dk)
-                add_lines(sums.dv_far, sums.dv)
-                near = 0
-            near += 1
-            backward_rows(p, t, b, head_k, row0, sums.dk, sums.dv)
-        if len(sums.dk_far) > 0:
-            add_lines(sums.dk, sums.dk_far)
-            add_lines(sums.dv, sums.dv_far)
-        if p.chunks == 1:
-            store_keys(p, sums, b, head_k)
-        task = next_task(tasks)
+        sums = accumulators(p, slab[end:], sequence * p.chunks + part % p.chunks)
+        if p.partial == 0:
+            zero_keys(p, sums, shared, worker)
+        for tile in range(part, tiles, parts):
+            turns = Turns(p.turns + 8 * sequence * tiles, tile, p.chunks)
+            backward_rows(p, t, b, head_k, tile * p.Br, sums, turns, shared, worker)
+        if p.partial == 0:
+            store_all_keys(p, sums, b, head_k, shared, worker)
+        task = next_task(shared)
+    leave(shared, worker)
 
 
 @tile_function
-def accumulators(p, own, task):
-    """dK and dV of all keys: in the worker's slab, or in the task's part of the workspace."""
+def accumulators(p, own, chunk):
+    """dK and dV of all keys: in the worker's slab, or in the chunk's part of the workspace."""
     lanes = VECTOR_BYTES // own.itemsize
     columns = (p.d + lanes - 1) // lanes + (p.d_v + lanes - 1) // lanes + 2
     lines = p.Nk + MICRO_ROWS
     tiles = (p.group * p.Nq + p.Br - 1) // p.Br
     far_lines = lines if (tiles + p.chunks - 1) // p.chunks > NEAR_TILES else 0
     size = (lines + far_lines) * columns * lanes
-    if p.chunks > 1:
-        own = carray(as_pointer(p.partial + task * size * own.itemsize), (size,), own.dtype)
+    if p.partial != 0:
+        own = carray(as_pointer(p.partial + chunk * size * own.itemsize), (size,), own.dtype)
     dk, end = carve(own, np.int64(0), lines, p.d)
     dv, end = carve(own, end, lines, p.d_v)
     dk_far, end = carve(own, end, far_lines, p.d)
@@ -108,8 +108,8 @@ def accumulators(p, own, task):
 
 
 @inlined
-def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
-    """One tile of packed rows: adds to dk_acc and dv_acc, writes its rows of dq."""
+def backward_rows(p, t, b, head_k, row0, sums, turns, shared, worker):
+    """One tile of packed rows: adds to dK and dV, writes its rows of dq."""
     rows = open_rows(p, b, head_k * p.group, p.group, row0, t.S)
     load_rows(p, t, rows)
     t.dq[:] = 0
@@ -119,12 +119,17 @@ def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
     v_base = p.v.address + b * p.v.b + head_k * p.v.h
     first, last = key_range(rows)
     if find_large_rows(t.lse, rows.rows):
-        sum_rows(p, t, rows, k_base, v_base, first, last)
+        sum_rows(p, t, rows, k_base, v_base, first, last, shared, worker)
         normalise(t.lse, t.share, t.state[0], t.state[1], rows.rows)
     if p.normalisers != 0:
         keep_normalisers(p, rows, t.lse, t.share)
+    # By the tile's number, so that sums do not depend on who computes which tile. The tiles that see
+    # a key follow each other: never more than NEAR_TILES add to it between two moves.
+    moves = len(sums.dk_far) > 0 and turns.tile // p.chunks % NEAR_TILES == NEAR_TILES - 1
     near = 0
     for key0 in range(first, last, p.Bc):
+        if stopped(shared, worker):
+            break
         keys = min(p.Bc, last - key0)
         if near >= NEAR_KEYS:
             move(t.dq, t.far, t.rest, rows.rows, p.d)
@@ -138,9 +143,19 @@ def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
         zero_rows(t.dP, keys, keys + MICRO_ROWS)
         round_tile(t.S, keys, rows.lanes, p.round_P)
         round_tile(t.dP, keys, rows.lanes, p.round_P)
-        add_matmul(dv_acc[key0:], t.S, t.do, keys, p.d_v, rows.rows)  # dV += P^T dO
-        add_matmul(dk_acc[key0:], t.dP, t.q, keys, p.d, rows.rows)  # dK += dS^T Q
+        touched = key0 + (keys + MICRO_ROWS - 1) // MICRO_ROWS * MICRO_ROWS
+        if p.by_tiles and not wait_for_turn(turns, touched, shared, worker):
+            break
+        add_matmul(sums.dv[key0:], t.S, t.do, keys, p.d_v, rows.rows)  # dV += P^T dO
+        add_matmul(sums.dk[key0:], t.dP, t.q, keys, p.d, rows.rows)  # dK += dS^T Q
+        if moves:
+            add_lines(sums.dk_far, sums.dk, key0, key0 + keys)
+            add_lines(sums.dv_far, sums.dv, key0, key0 + keys)
+        if p.by_tiles:
+            end_turn(turns, key0 + keys)
         add_matmul(t.dq, t.dP.T, t.k, rows.rows, p.d, keys)  # dQ += dS K
+    if p.by_tiles and wait_for_turn(turns, ALL_KEYS, shared, worker):
+        end_turn(turns, ALL_KEYS)
     if len(t.far) > 0:
         gather(t.dq, t.far, t.rest, rows.rows, p.d)
     base = p.dq.address + b * p.dq.b + rows.head0 * p.dq.h
@@ -189,7 +204,7 @@ def load_rows(p, t, rows):
 
 
 @tile_function
-def sum_rows(p, t, rows, k_base, v_base, first, last):
+def sum_rows(p, t, rows, k_base, v_base, first, last, shared, worker):
     """m and l of the rows as t.state[0] and t.state[1], m being the largest score."""
     m, l, rest, lazy = t.state[0], t.state[1], t.state[2], t.S.dtype.type(0)
     alpha, m_ref, part, total = t.state[3], t.state[4], t.state[5], t.state[6]
@@ -197,6 +212,8 @@ def sum_rows(p, t, rows, k_base, v_base, first, last):
     l[:] = 0
     rest[:] = 0
     for key0 in range(first, last, p.Bc):
+        if stopped(shared, worker):
+            break
         keys = min(p.Bc, last - key0)
         load_key_tiles(p, t, k_base, v_base, key0, keys)
         score_tile(t.S, t.k, t.v, t.q_t, p, rows, key0, keys)
@@ -229,30 +246,71 @@ def gradient_tile(p, t, rows, key0, keys):
 
 
 @tile_function
-def store_keys(p, sums, b, head_k):
-    """dk = scale dK and dv = dV of one key head."""
+def zero_keys(p, sums, shared, worker):
+    """sums = 0, in blocks."""
+    end = p.Nk + MICRO_ROWS
+    for key0 in range(0, end, KEY_BLOCK):
+        if stopped(shared, worker):
+            break
+        for x in sums:
+            zero_rows(x, min(key0, x.shape[0]), min(key0 + KEY_BLOCK, x.shape[0]))
+
+
+@tile_function
+def store_all_keys(p, sums, b, head_k, shared, worker):
+    """`join_keys` and `store_keys` for all keys of a head, in blocks."""
+    for key0 in range(0, p.Nk, KEY_BLOCK):
+        if stopped(shared, worker):
+            break
+        end = min(key0 + KEY_BLOCK, p.Nk)
+        join_keys(sums, key0, end)
+        store_keys(p, sums, b, head_k, key0, end)
+
+
+@tile_function
+def join_keys(sums, first, end):
+    """dk and dv of the keys first ... end += what has left them."""
+    if len(sums.dk_far) > 0:
+        add_lines(sums.dk, sums.dk_far, first, end)
+        add_lines(sums.dv, sums.dv_far, first, end)
+
+
+@tile_function
+def store_keys(p, sums, b, head_k, first, end):
+    """dk = scale dK and dv = dV of the keys first ... end of a key head."""
     dk = p.dk.address + b * p.dk.b + head_k * p.dk.h
     dv = p.dv.address + b * p.dv.b + head_k * p.dv.h
     one = sums.dv.dtype.type(1)
-    for j in range(p.Nk):
+    for j in range(first, end):
         store_row(p.dk, dk + j * p.dk.n, sums.dk[j], p.d, sums.dk.dtype.type(p.scale))
         store_row(p.dv, dv + j * p.dv.n, sums.dv[j], p.d_v, one)
 
 
 @kernel
-def reduce_chunks(params, slab, tasks):
-    """dk and dv of a key head from its chunks' accumulators, added in pairs, these in pairs, ..."""
+def reduce_chunks(params, slab, shared, worker):
+    """dk and dv from the chunks' accumulators, block by block of keys.
+
+    The chunks are added in pairs, these in pairs, and so on.
+    """
+    if not enter(shared, worker):
+        return
     p = params[0]
-    head = next_task(tasks)
-    while head < p.batch * p.heads_k:
+    blocks = (p.Nk + KEY_BLOCK - 1) // KEY_BLOCK
+    task = next_task(shared)
+    while task < p.batch * p.heads_k * blocks and not stopped(shared, worker):
+        head, key0 = task // blocks, task % blocks * KEY_BLOCK
+        end = min(key0 + KEY_BLOCK, p.Nk)
+        for chunk in range(p.chunks):
+            join_keys(accumulators(p, slab, head * p.chunks + chunk), key0, end)
         step = 1
         while step < p.chunks:
             for chunk in range(0, p.chunks - step, 2 * step):
                 total = accumulators(p, slab, head * p.chunks + chunk)
                 other = accumulators(p, slab, head * p.chunks + chunk + step)
-                add_lines(total.dk, other.dk)
-                add_lines(total.dv, other.dv)
+                add_lines(total.dk, other.dk, key0, end)
+                add_lines(total.dv, other.dv, key0, end)
             step *= 2
         sums = accumulators(p, slab, head * p.chunks)
-        store_keys(p, sums, head // p.heads_k, head % p.heads_k)
-        head = next_task(tasks)
+        store_keys(p, sums, head // p.heads_k, head % p.heads_k, key0, end)
+        task = next_task(shared)
+    leave(shared, worker)

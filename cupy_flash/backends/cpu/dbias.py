@@ -13,20 +13,24 @@ from .jit import kernel, next_task, tile_function
 from .mask import key_range, open_rows
 from .normalise import load_normalisers
 from .sums import add_row, add_rows, join_rows, sum_line
+from .team import enter, leave, stopped
 from .tiles import carve, store_row, zero_rows
 
 
 @kernel
-def dbias(params, slab, tasks):
+def dbias(params, slab, shared, worker):
     """One worker: takes tiles of dbias until none is left. slab: its scratch, zeroed."""
+    if not enter(shared, worker):
+        return
     p = params[0]
     t, end = carve_tiles(slab, p)
     acc, end = carve(slab, end, p.Bc, p.Br)  # [key, query]; one key if broadcast
     rest, end = carve(slab, end, p.Bc, p.Br)
     tiles_q = (p.Nbias_q + p.Br - 1) // p.Br
     tiles_k = (p.Nbias_k + p.Bc - 1) // p.Bc
-    task = next_task(tasks)
-    while task < p.batch_bias * p.heads_bias * tiles_q * tiles_k:
+    count = p.batch_bias * p.heads_bias * tiles_q * tiles_k
+    task = next_task(shared)
+    while task < count and not stopped(shared, worker):
         key0 = task % tiles_k * p.Bc
         row0 = task // tiles_k % tiles_q * p.Br
         head = task // (tiles_k * tiles_q) % p.heads_bias
@@ -35,24 +39,29 @@ def dbias(params, slab, tasks):
         zero_rows(rest, np.int64(0), p.Bc)
         for b_in in range(b, p.batch if p.batch_bias == 1 else b + 1):
             for head_in in range(head, p.heads_q if p.heads_bias == 1 else head + 1):
-                add_head(p, t, acc, rest, b_in, head_in, row0, key0)
+                add_head(p, t, acc, rest, b_in, head_in, row0, key0, shared, worker)
         store_tile(p, t, acc, rest, b, head, row0, key0)
-        task = next_task(tasks)
+        task = next_task(shared)
+    leave(shared, worker)
 
 
 @tile_function
-def add_head(p, t, acc, rest, b, head, row0, key0):
+def add_head(p, t, acc, rest, b, head, row0, key0, shared, worker):
     """acc + rest += dS of one head, of the rows and keys that meet this tile."""
     row_end = p.Nq if p.Nbias_q == 1 else min(row0 + p.Br, p.Nq)
     key_end = p.Nk if p.Nbias_k == 1 else min(key0 + p.Bc, p.Nk)
     k_base = p.k.address + b * p.k.b + head // p.group * p.k.h
     v_base = p.v.address + b * p.v.b + head // p.group * p.v.h
     for row in range(row0, row_end, p.Br):
+        if stopped(shared, worker):
+            break
         rows = open_rows(p, b, head, np.int64(1), row, t.S)
         load_rows(p, t, rows)
         load_normalisers(p, rows, t.lse, t.share)
         first, last = key_range(rows)
         for key in range(key0, key_end, p.Bc):
+            if stopped(shared, worker):
+                break
             keys = min(p.Bc, key_end - key)
             if key < last and first < key + keys:
                 load_key_tiles(p, t, k_base, v_base, key, keys)

@@ -13,6 +13,7 @@ from .micro_kernel import add_matmul, few_products, few_scores
 from .scores import score_tile
 from .softmax import scale_rows, softmax_row_step, softmax_step
 from .sums import gather, join_row, move
+from .team import enter, leave, stopped
 from .tiles import (
     carve,
     load_keys,
@@ -53,24 +54,27 @@ def carve_tiles(slab, p):
 
 
 @kernel
-def forward(params, slab, tasks):
+def forward(params, slab, shared, worker):
     """One worker: takes tiles of query rows until none is left. slab: its scratch, zeroed."""
+    if not enter(shared, worker):
+        return
     p = params[0]
     t = carve_tiles(slab, p)
     tiles = (p.group * p.Nq + p.Br - 1) // p.Br
     count = p.batch * p.heads_k * tiles * p.splits
-    task = next_task(tasks)
-    while task < count:
+    task = next_task(shared)
+    while task < count and not stopped(shared, worker):
         split = task % p.splits
         tile = tiles - 1 - task // p.splits % tiles  # the longest causal rows first
         sequence = task // (p.splits * tiles)
         b, head_k = sequence // p.heads_k, sequence % p.heads_k
-        forward_tile(p, t, b, head_k, tile * p.Br, split)
-        task = next_task(tasks)
+        forward_tile(p, t, b, head_k, tile * p.Br, split, shared, worker)
+        task = next_task(shared)
+    leave(shared, worker)
 
 
 @inlined
-def forward_tile(p, t, b, head_k, row0, split):
+def forward_tile(p, t, b, head_k, row0, split, shared, worker):
     """The packed rows row0 ... row0 + Br of one key head, over the keys of one split."""
     rows = open_rows(p, b, head_k * p.group, p.group, row0, t.S)
     load_queries(p, t, rows)
@@ -82,6 +86,8 @@ def forward_tile(p, t, b, head_k, row0, split):
     lazy = t.S.dtype.type(p.lazy)
     near = 0
     for key0 in range(first, last, p.Bc):
+        if stopped(shared, worker):
+            break
         keys = min(p.Bc, last - key0)
         if near >= NEAR_KEYS:
             move(t.acc, t.far, t.far_rest, rows.rows, p.d_v)

@@ -29,7 +29,7 @@ ForwardParams = np.dtype(
     align=True,
 )
 # partial: address of [batch, heads_k, chunks, dk and dv tiles]; normalisers: see normalise.py;
-# *_bias: extents of dbias.
+# turns: address of [batch, heads_k, query tiles], see turns.py; *_bias: extents of dbias.
 BackwardParams = np.dtype(
     [
         *_COMMON,
@@ -41,6 +41,7 @@ BackwardParams = np.dtype(
                 *("Nbias_q", "Nbias_k", "batch_bias", "heads_bias"),
             )
         ),
+        *((name, "i8") for name in ("by_tiles", "turns")),
     ],
     align=True,
 )
@@ -139,6 +140,8 @@ def _backward(problem, launch, operands, buffers):
         "heads_bias": h,
         "Nbias_q": n,
         "Nbias_k": c,
+        "by_tiles": "turns" in buffers,
+        "turns": _address(buffers.get("turns")),
     }
 
 

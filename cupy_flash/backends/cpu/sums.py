@@ -85,12 +85,12 @@ def gather(near, far, rest, rows, columns):
 
 
 @tile_function
-def add_lines(far, near):
-    """far += near, near = 0, for all lines of two tiles."""
-    for j in range(far.shape[0]):
+def add_lines(far, near, first, end):
+    """far += near, near = 0, for the lines first ... end of two tiles."""
+    for j in range(first, end):
         for c in range(far.shape[1]):
             far[j, c] += near[j, c]
-    zero_rows(near, 0, near.shape[0])
+    zero_rows(near, first, end)
 
 
 @tile_function
