@@ -1,10 +1,11 @@
-"""The parameter structs of the CPU kernels, one NumPy structured array of size one a launch.
+"""The parameter structs of the CPU kernels, one NumPy structured array of size one a call.
 
 A tensor is its address, its strides in bytes (batch, head, row, column) and its element type; the
 kernels so take any layout without being compiled anew. The rows of a mask or bias are queries, its
 columns keys, and a stride of 0 is a broadcast axis. Address 0: the operand is absent.
 
-`pack` makes the struct of a launch from scratch. A `Template` keeps it for the calls that follow.
+All launches of a plan have the same tiles and cut their sums alike, so they share one struct.
+`pack` makes it from scratch. A `Template` keeps it for the calls that follow.
 """
 
 import numpy as np
@@ -47,9 +48,9 @@ BackwardParams = np.dtype(
 )
 
 
-def pack(plan, launch, operands, buffers):
-    """The struct of one launch as an array of size one."""
-    forward = plan.direction == "forward"
+def pack(plan, operands, buffers):
+    """The struct of a plan's launches as an array of size one."""
+    forward, launch = plan.direction == "forward", plan.launches[0]
     values = _common(plan.problem, launch.config, operands)
     values |= (_forward if forward else _backward)(plan.problem, launch, operands, buffers)
     dtype = ForwardParams if forward else BackwardParams
@@ -59,13 +60,13 @@ def pack(plan, launch, operands, buffers):
 
 
 class Template:
-    """The struct of a launch, of which a call changes nothing but addresses.
+    """The struct of a plan, of which a call changes nothing but addresses.
 
     It is made from the first call's arrays: calls with the same plan have the same layouts.
     """
 
-    def __init__(self, plan, launch, operands, buffers):
-        packed = pack(plan, launch, operands, buffers)
+    def __init__(self, plan, operands, buffers):
+        packed = pack(plan, operands, buffers)
         fields = packed.dtype.fields
         self._dtype = packed.dtype
         self._words = packed.view(np.int64)         # every field has 8 bytes
