@@ -123,8 +123,8 @@ def backward_rows(p, t, b, head_k, row0, sums, turns, shared, worker):
         normalise(t.lse, t.share, t.state[0], t.state[1], rows.rows)
     if p.normalisers != 0:
         keep_normalisers(p, rows, t.lse, t.share)
-    # By the tile's number, so that sums do not depend on who computes which tile. The tiles that see
-    # a key follow each other: never more than NEAR_TILES add to it between two moves.
+    # By the tile's number, so that sums do not depend on who computes which tile. Tiles that see a
+    # key follow each other: never more than NEAR_TILES of them add to it between two moves.
     moves = len(sums.dk_far) > 0 and turns.tile // p.chunks % NEAR_TILES == NEAR_TILES - 1
     near = 0
     for key0 in range(first, last, p.Bc):
