@@ -1,11 +1,11 @@
 """The threads of the CPU path in trouble: interrupts, no threads, the interpreter's end."""
 
+import functools
 import os
 import subprocess
 import sys
 import textwrap
 import time
-from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from numba import njit
 
-from cupy_flash.backends.cpu import jit, pool, team
+from cupy_flash.backends.cpu import cache, pool, team
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 import cpu_interrupts  # noqa: E402
 
-SHARED_CACHE = jit.cache_folder().parents[1]      # kernels that other tests compiled
+SHARED_CACHE = cache.cache_folder().parents[1]      # kernels that other tests compiled
 
 # A problem for which all threads are called, in forward and backward.
 PRELUDE = """
@@ -165,7 +165,7 @@ def test_calls_at_the_end_of_the_interpreter(end, used):
     assert set(output.split()) == {digest()}
 
 
-@cache
+@functools.cache
 def digest():
     """That of the results, computed in peace."""
     return run_python("import hashlib; print(hashlib.sha256(bits()).hexdigest())").strip()
