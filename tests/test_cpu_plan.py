@@ -24,6 +24,7 @@ TILE = 96
 HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TILES_Q = (1, 2, 3, 4, 6, 8, 11, 16, 22, 43, 86, 171)
 TILES_K = (1, 2, 3, 6, 11, 22, 43, 86)
+LONG_Q = (257, 300, 1000, 10_241)       # tiles of queries, whose sums may have two levels
 SIZES = [size for size in product(HEADS, TILES_Q, TILES_K) if size[0] * size[1] * size[2] < 40_000]
 
 
@@ -125,7 +126,7 @@ def former_workspace(heads, tiles, keys, threads):
 
 
 def test_64_threads_have_at_most_twice_the_former_workspace():
-    for heads, tiles, keys in SIZES:
+    for heads, tiles, keys in (*SIZES, *product(HEADS, LONG_Q, TILES_K)):
         former = former_workspace(heads, tiles, keys, 64)
         for plan, before in zip(plans(heads, tiles * TILE, keys * TILE, 64), former, strict=True):
             assert plan.workspace_bytes <= 2 * before + 64, (plan.direction, heads, tiles, keys)

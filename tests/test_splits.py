@@ -12,6 +12,7 @@ import cupy_flash as cf
 from cupy_flash import device
 from cupy_flash.bind import Options, bind_forward
 from cupy_flash.plan import make_plan, tuned
+from cupy_flash.plan.cpu import NEAR_TILES
 
 LONG = Case("long", Nq=20, Nk=3100, d=32, Hq=2, Hk=1)
 HIGH = Case("high", Nq=300, Nk=60, d=32, Hq=4, Hk=1, bias="hqk")
@@ -102,6 +103,22 @@ def test_the_table_has_the_same_bits_with_any_number_of_threads(threads, tiles):
     for case in (*CASES, *FEATURES):
         with tuned(**tiles):
             assert_same_bits(threads, case.id, inputs(case))
+
+
+@pytest.mark.parametrize("case", [
+    Case("tall", Nq=8400, Nk=320, Hq=1, Hk=1, d=4),
+    Case("tall-causal", Nq=4500, Nk=640, Hq=1, Hk=1, d=4, causal=True),
+    Case("tall-window", Nq=2200, Nk=640, Hq=2, Hk=1, d=4, window=(500, 0), dtype="float64"),
+], ids=lambda case: case.label)
+def test_sums_in_two_levels_have_the_same_bits_with_any_number_of_threads(threads, case):
+    """Chunks of so many tiles of rows that dK and dV move to their second level on the way."""
+    x = inputs(case)
+    with tuned(Br=8 if case.dtype == "float64" else 16, Bc=16):
+        problem, *_ = bind_forward(x.q, x.k, x.v, Options())
+        launch = make_plan("backward", problem, device.Device("cpu", 8)).launches[0]
+        assert launch.tasks > launch.splits * NEAR_TILES        # tiles that take turns
+        assert_same_bits(threads, case.id, x)
+        judge(case.id, run(x), *answers(case), floors(x))
 
 
 def random_case(seed):
