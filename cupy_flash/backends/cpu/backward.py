@@ -113,8 +113,8 @@ def backward_rows(p, t, b, head_k, row0, sums, turns, shared, worker):
     rows = open_rows(p, b, head_k * p.group, p.group, row0, t.S)
     load_rows(p, t, rows)
     t.dq[:] = 0
-    t.far[:] = 0
-    t.rest[:] = 0
+    zero_rows(t.far, 0, len(t.far))
+    zero_rows(t.rest, 0, len(t.far))
     k_base = p.k.address + b * p.k.b + head_k * p.k.h
     v_base = p.v.address + b * p.v.b + head_k * p.v.h
     first, last = key_range(rows)

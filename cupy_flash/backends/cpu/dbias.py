@@ -36,13 +36,21 @@ def dbias(params, slab, shared, worker):
         head = task // (tiles_k * tiles_q) % p.heads_bias
         b = task // (tiles_k * tiles_q * p.heads_bias)
         zero_rows(acc, np.int64(0), p.Bc)
-        zero_rows(rest, np.int64(0), p.Bc)
+        if folded(p):
+            zero_rows(rest, np.int64(0), p.Bc)
         for b_in in range(b, p.batch if p.batch_bias == 1 else b + 1):
             for head_in in range(head, p.heads_q if p.heads_bias == 1 else head + 1):
                 add_head(p, t, acc, rest, b_in, head_in, row0, key0, shared, worker)
         store_tile(p, t, acc, rest, b, head, row0, key0)
         task = next_task(shared)
     leave(shared, worker)
+
+
+@tile_function
+def folded(p):
+    """Whether an element of dbias is the sum of several elements of dS."""
+    whole = p.batch_bias == p.batch and p.heads_bias == p.heads_q and p.Nbias_q == p.Nq
+    return not (whole and p.Nbias_k == p.Nk)
 
 
 @tile_function
@@ -75,12 +83,12 @@ def add_tile(p, acc, rest, dS, U, rows, keys):
     if p.Nbias_k == 1:
         sum_keys(dS, keys, rows.lanes, U[0], U[1])
         add_row(acc[0], rest[0], U[0], rows.rows)
-    elif p.batch_bias == p.batch and p.heads_bias == p.heads_q and p.Nbias_q == p.Nq:
+    elif folded(p):
+        add_rows(acc, rest, dS, keys, rows.rows)
+    else:
         for j in range(keys):
             for r in range(rows.rows):
                 acc[j, r] = dS[j, r]
-    else:
-        add_rows(acc, rest, dS, keys, rows.rows)
 
 
 @tile_function
@@ -101,7 +109,8 @@ def store_tile(p, t, acc, rest, b, head, row0, key0):
     """The tile of dbias from acc + rest, summed over the rows if dbias has one for all."""
     keys = min(p.Bc, p.Nbias_k - key0)
     line = t.U.reshape(t.U.size)
-    join_rows(acc, rest, keys, p.Br)
+    if folded(p):
+        join_rows(acc, rest, keys, p.Br)
     for j in range(keys if p.Nbias_q == 1 else 0):
         acc[j, 0] = sum_line(acc[j], p.Br)
     for r in range(min(p.Br, p.Nbias_q - row0)):

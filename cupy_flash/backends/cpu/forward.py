@@ -22,6 +22,7 @@ from .tiles import (
     round_tile,
     store_row,
     transpose_tile,
+    zero_rows,
 )
 
 # Scratch of one worker. S: [key, query]; q_t: [d, query]; acc: [query, d_v], and over many keys
@@ -129,8 +130,8 @@ def load_queries(p, t, rows):
     else:
         transpose_tile(t.q_t, t.acc, rows.rows, p.d, rows.lanes)
     t.acc[:] = 0
-    t.far[:] = 0
-    t.far_rest[:] = 0
+    zero_rows(t.far, 0, len(t.far))
+    zero_rows(t.far_rest, 0, len(t.far))
     t.m[:] = -np.inf
     t.l[:] = 0
     t.l_rest[:] = 0
