@@ -33,11 +33,11 @@ class Signals:
     """One signal after a while, and perhaps a second one after the first."""
 
     def __init__(self):
-        self.second, self.raised = 0.0, 0
+        self.second, self.raised, self.over = 0.0, 0, False
         signal.signal(signal.SIGALRM, self._handle)
 
     def start(self, first, second):
-        self.second = second
+        self.second, self.over = second, False
         signal.setitimer(signal.ITIMER_REAL, max(first, 1e-6))
 
     def stop(self):
@@ -45,6 +45,8 @@ class Signals:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _handle(self, number, frame):
+        if self.over:
+            return
         self.raised += 1
         signal.setitimer(signal.ITIMER_REAL, self.second)
         self.second = 0.0
@@ -82,6 +84,7 @@ def changed_elements(rng, signals):
         time.sleep(0.06)
     except Interrupt:
         pass
+    signals.over = True     # not by a call: on a busy machine the second signal would come in it
     signals.stop()
     fill(fresh, problem)
     time.sleep(0.02)
