@@ -173,7 +173,9 @@ def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, determinist
     out, lse : ndarray (..., Nq, d_v) and (..., Nq)
         What `attention` returned; `out` in the dtype of `q` or float32, `lse` in float32 (both
         float64 for float64). If the keys here are a part of all keys (ring attention), those of the
-        whole: the gradients of the parts then add up.
+        whole: the gradients of the parts then add up. Not so in rows whose lse is beyond 2^21 in
+        size (float64: 2^50), as after a bias of -3.4e38 for every key: it does not tell a part from
+        the whole, and the keys here are taken for all.
     dlse : ndarray (..., Nq), optional
         Gradient of `lse`, in its dtype.
     deterministic : bool
@@ -202,7 +204,8 @@ def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, determinist
     -----
     Dao et al., "FlashAttention" (2022), appendix B.2: P = exp(S - lse), dP = dO V^T,
     delta = rowsum(dO * O) - dlse, dS = P * (dP - delta), dQ = scale dS K, dK = scale dS^T Q,
-    dV = P^T dO.
+    dV = P^T dO. Where lse is 2^13 or more in size, its rounding would spoil P: the softmax of such
+    a row is computed anew, if all of its keys are here (on a GPU in calls with a bias or ALiBi).
 
     Examples
     --------
@@ -376,5 +379,6 @@ def _backend(kind):
     if kind == "cuda":
         from .backends.cuda import launch
         return launch
+    device.cpu()        # refuses a number of threads that Numba would refuse less clearly
     from .backends import cpu
     return cpu

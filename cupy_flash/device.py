@@ -1,9 +1,10 @@
 """Where a problem runs: the facts about a device that a plan depends on, and the way there."""
 
 import ctypes
-import os
 from dataclasses import dataclass
 from functools import cache
+
+from . import processors
 
 OLDEST_GPU = 80     # the first tensor cores with bfloat16, TF32 and float64
 
@@ -25,7 +26,7 @@ class Device:
         ``"cpu"``.
     threads : int
         Threads that share the work: ``$NUMBA_NUM_THREADS`` if set, otherwise the processors that
-        this process may use.
+        this process may use; see `processors.threads`.
     """
 
     kind: str
@@ -76,12 +77,7 @@ class GpuDevice:
 @cache
 def cpu():
     """The CPU of this process."""
-    wanted = os.environ.get("NUMBA_NUM_THREADS")
-    if wanted:
-        return Device("cpu", max(1, int(wanted)))
-    if hasattr(os, "sched_getaffinity"):
-        return Device("cpu", len(os.sched_getaffinity(0)))
-    return Device("cpu", os.cpu_count() or 1)
+    return Device("cpu", processors.threads())
 
 
 @cache

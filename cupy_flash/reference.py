@@ -13,8 +13,9 @@ them: it builds its own mask, keeps the whole (Nq, Nk) matrices and never tiles.
 `baseline_backward` compute the same as a plain program in the arrays' own dtype would: scores,
 softmax and sums in the accumulator dtype, P and dS rounded once before their products. Its
 backward knows of the softmax what an interface with `lse` keeps, so its P is ``exp(S - lse)`` and
-carries the rounding of `lse`: at scores of 200 that alone is 100 units of P. The error of these
-two is the yardstick for every other path.
+carries the rounding of `lse`: at scores of 200 that alone is 100 units of P. From |lse| = 2^13 on,
+where `lse` has no digits left for P, it uses the softmax itself. The error of these two is the
+yardstick for every other path.
 
 The options are those of `cupy_flash.attention`, with the same meaning and the same defaults.
 """
@@ -57,6 +58,7 @@ def baseline_backward(dout, q, k, v, *, dlse=None, precision=None, out_dtype=Non
         if out_dtype is not None:
             f = f._replace(out=f.out.astype(out_dtype).astype(f.out.dtype))
         P = np.where(np.isneginf(f.S), 0, np.exp(f.S - f.lse[..., None]))
+    P = np.where(np.abs(f.lse[..., None]) >= 2.0**13, f.P, P)
     return _backward(f, P, dout, dlse, q, k, v, options.get("bias"), rounded)
 
 

@@ -1,7 +1,7 @@
-"""`cupy_flash.attention` as a differentiable function of JAX, under ``jit`` and ``grad``.
+"""`cupy_flash.attention` as a differentiable function of JAX, under ``jit``, ``grad`` and ``vmap``.
 
 JAX runs the two functions below outside its compiled program and hands them NumPy arrays. The
-gradient is ours, so JAX never looks inside.
+gradient is ours, so JAX never looks inside. With ``jax_enable_x64``, float64 stays float64.
 
     pip install jax .
     python examples/jax_adapter.py
@@ -24,14 +24,15 @@ def attention(q, k, v, causal=False, scale=None):
 
 def _forward(q, k, v, causal, scale):
     """The output, and what backward needs."""
+    statistics = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     shapes = (jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype),
-              jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32))
+              jax.ShapeDtypeStruct(q.shape[:-1], statistics))
 
     def on_the_host(q, k, v):
-        return cf.attention(*map(np.asarray, (q, k, v)), causal=causal, scale=scale,
-                            return_lse=True)
+        out, lse = cf.attention(*_folded(q, k, v), causal=causal, scale=scale, return_lse=True)
+        return out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
-    out, lse = jax.pure_callback(on_the_host, shapes, q, k, v)
+    out, lse = jax.pure_callback(on_the_host, shapes, q, k, v, vmap_method="broadcast_all")
     return out, (q, k, v, out, lse)
 
 
@@ -39,12 +40,19 @@ def _backward(causal, scale, saved, dout):
     """The gradients of q, k and v."""
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved[:3])
 
-    def on_the_host(dout, *saved):
-        grads = cf.attention_backward(np.asarray(dout), *map(np.asarray, saved), causal=causal,
+    def on_the_host(dout, q, k, v, out, lse):
+        (lse,) = _folded(lse, axes=3)
+        grads = cf.attention_backward(*_folded(dout, q, k, v, out), lse, causal=causal,
                                       scale=scale)
-        return grads[:3]
+        return tuple(g.reshape(x.shape) for g, x in zip(grads[:3], (q, k, v), strict=True))
 
-    return jax.pure_callback(on_the_host, shapes, dout, *saved)
+    return jax.pure_callback(on_the_host, shapes, dout, *saved, vmap_method="broadcast_all")
+
+
+def _folded(*arrays, axes=4):
+    """NumPy arrays of at most so many axes: those that ``vmap`` puts in front become one."""
+    arrays = map(np.asarray, arrays)
+    return [x.reshape(-1, *x.shape[1 - axes:]) if x.ndim > axes else x for x in arrays]
 
 
 attention.defvjp(_forward, _backward)

@@ -27,6 +27,7 @@ LAYERS = (
     ("checks", "scalars", "axes"),
     ("intake",),
     ("arrays", "console", "problem", "device", "dlpack", "words", "reference", "_version"),
+    ("processors",),
 )
 LEVEL = {part: len(LAYERS) - i for i, parts in enumerate(LAYERS) for part in parts}
 # Where the heavy packages may be imported: folders and files of the package.

@@ -93,6 +93,33 @@ def test_kernel_density_gradient():
 
 
 if importlib.util.find_spec("jax"):
-    def test_jax_adapter():
+    import jax
+
+    @pytest.fixture(params=[False, True], ids=["x32", "x64"])
+    def x64(request):
+        """Whether JAX computes in float64 where nothing else is said."""
+        before = jax.config.jax_enable_x64
+        jax.config.update("jax_enable_x64", request.param)
+        yield request.param
+        jax.config.update("jax_enable_x64", before)
+
+    def test_jax_adapter(x64):
         value, gradient = load("jax_adapter").main()
-        assert value < 1e-2 and gradient < 1e-5
+        assert value < 1e-2 and gradient < 1e-5     # JAX's own has float32 scores in either case
+
+    @pytest.mark.parametrize("shape", [(2, 4, 30, 8), (4, 30, 8), (30, 8)])
+    def test_jax_adapter_under_vmap(x64, shape):
+        """Values and gradients of each element, with one q for all keys as well."""
+        attention = load("jax_adapter").attention
+        q, k, v = (jax.random.normal(key, (3, *shape)) for key in
+                   jax.random.split(jax.random.key(1), 3))
+        grad = jax.grad(lambda *x: jax.numpy.sum(jax.numpy.sin(attention(*x))), (0, 1, 2))
+        for f in (attention, grad):
+            alone = jax.tree.leaves(jax.jit(jax.vmap(f))(q, k, v))
+            shared = jax.tree.leaves(jax.vmap(f, (None, 0, 0))(q[0], k, v))
+            for i in range(3):
+                for a, b in zip(alone, jax.tree.leaves(f(q[i], k[i], v[i])), strict=True):
+                    assert a.dtype == (np.float64 if x64 else np.float32)
+                    assert np.array_equal(a[i], b)
+                for a, b in zip(shared, jax.tree.leaves(f(q[0], k[i], v[i])), strict=True):
+                    assert np.array_equal(a[i], b)

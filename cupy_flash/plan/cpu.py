@@ -17,8 +17,23 @@ FEW_ROWS = 4
 # d = 128 stay in 512 KiB of L2. Few rows are bound by memory: what is done once per tile is done
 # less often: 20 % in all for one query of float32 at d = 64. More keys leave L2 in float64.
 KEYS, KEYS_FOR_FEW_ROWS = 96, 1024
+# Lengths of the levels of a sum, which backends/cpu/sums.py derives: terms, keys, tiles of rows.
+CHAIN = 16
+SLICE = 256
+NEAR_KEYS = 4096
+NEAR_TILES = 256
 SPLIT_KEYS = 1024  # a split below this costs more in merging than a second thread brings
 SMALL_FLOPS = 2e6  # below, waking a thread takes longer than the work
+KEY_BLOCK = 256  # keys whose dK and dV are stored, or added up, in one task
+MERGE_ROWS = 512  # rows to merge that are worth a second thread
+
+# How a sum is cut follows from the problem alone, so that its bits do not depend on the number of
+# threads. It is cut so that any of these numbers of threads is kept busy.
+THREADS = (2, 4, 8, 16, 32, 64)
+# In backward, query tiles of one chunk follow each other through its keys. Adding to dK and dV is
+# two fifths of the work, so two or three can be at work for each tile of keys: 40 tiles of keys, in
+# all chunks together, keep 64 threads busy.
+TILES_IN_FLIGHT = 40
 
 
 def tile_elements(rows, columns, itemsize):
@@ -27,13 +42,26 @@ def tile_elements(rows, columns, itemsize):
     return rows * (ceil(columns / lanes) * lanes + lanes)
 
 
-def shares(tasks, threads, most):
-    """Smallest number of equal parts of each task that keeps the threads at least 90 % busy."""
-    for parts in range(1, most + 1):
-        units = tasks * parts / threads
-        if units >= 0.9 * ceil(units):
-            return parts
-    return most
+def busy(tasks, threads):
+    """The part of their time that threads work on so many equal tasks."""
+    return tasks / threads / ceil(tasks / threads)
+
+
+def shares(tasks, most):
+    """A small number of equal parts of each task that keeps any number of `THREADS` busy.
+
+    That is 80 % of the time, or where no number of parts up to `most` can do it, 60 % of the best.
+    Up to a fourth more parts are taken if they do better.
+    """
+    if tasks >= 4 * THREADS[-1]:
+        return 1
+    most = min(most, ceil(4 * THREADS[-1] / tasks))
+    rates = {n: [busy(tasks * parts, n) for parts in range(1, most + 1)] for n in THREADS}
+    best = {n: max(rates[n]) for n in THREADS}
+    fit = [i for i in range(most)
+           if all(rates[n][i] >= (0.8 if best[n] >= 0.8 else 0.6 * best[n]) for n in THREADS)]
+    near = [i for i in fit if 1 + i <= 1.25 * (1 + fit[0])] or range(most)
+    return 1 + max(near, key=lambda i: min(rates[n][i] / best[n] for n in THREADS))
 
 
 def plan_forward(problem, device, config):
@@ -43,31 +71,26 @@ def plan_forward(problem, device, config):
     tasks = problem.batch * problem.heads_k * tiles
     if tasks == 0:
         return Plan("forward", problem, device, (), ())
-    threads = _threads(problem, device, 4)
-    splits = 1
-    if threads > 1 and tasks < 4 * threads:
-        splits = shares(tasks, threads, max(1, problem.Nk // SPLIT_KEYS))
+    small = _is_small(problem, 4)
+    splits = 1 if small else shares(tasks, max(1, problem.Nk // SPLIT_KEYS))
+    threads = 1 if small else min(device.threads, tasks * splits)
     reason = "one task per tile of query rows"
     if splits > 1:
-        reason = (
-            f"{tasks} tiles of query rows do not fill the threads, so {splits} splits of the keys"
-        )
-    launches = [
-        Launch("forward", config, tasks * splits, min(threads, tasks * splits), splits, reason)
-    ]
-    workspace = [_slab(launches[0].threads, forward_slab(problem, config), problem)]
+        reason = f"{tasks} tiles of query rows are few tasks, so {splits} splits of the keys"
+    launches = [Launch("forward", config, tasks * splits, threads, splits, reason)]
+    workspace = [_slab(threads, forward_slab(problem, config), problem)]
     if splits > 1:
         rows = splits * problem.batch * problem.heads_q * problem.Nq
         workspace += [
             Buffer("out_partial", rows * problem.d_v, problem.accumulator),
-            Buffer("lse_partial", rows, problem.accumulator),
+            Buffer("sums_partial", 2 * rows, problem.accumulator),
         ]
         launches.append(
             Launch(
                 "combine",
                 config,
-                problem.batch * problem.heads_q * problem.Nq,
-                1,
+                rows // splits,
+                min(threads, ceil(rows / MERGE_ROWS)),
                 splits,
                 "adds the splits up, in their order",
             )
@@ -76,52 +99,68 @@ def plan_forward(problem, device, config):
 
 
 def plan_backward(problem, device, config):
-    """`backward`, `reduce_chunks` if key heads were divided, `dbias` if there is a bias."""
+    """`backward`, `reduce_chunks` if it left accumulators, `dbias` if there is a bias."""
     config = _fit(problem, config)
     heads = problem.batch * problem.heads_k
     if heads == 0:
         return Plan("backward", problem, device, (), ())
-    threads = _threads(problem, device, 10)
     tiles = ceil(problem.group * problem.Nq / config.Br)
-    chunks = shares(heads, threads, max(1, tiles)) if threads > 1 else 1
-    reason = "one task per key head"
-    if chunks > 1:
-        reason = (
-            f"{heads} key heads do not fill the threads, so {chunks} chunks of their query rows"
-        )
-    threads = min(threads, heads * chunks)
-    launches = [Launch("backward", config, heads * chunks, threads, chunks, reason)]
-    keys = tile_elements(problem.Nk + MICRO_ROWS, problem.d, _itemsize(problem)) + tile_elements(
-        problem.Nk + MICRO_ROWS, problem.d_v, _itemsize(problem)
-    )
+    chunks = _chunks(problem, config, tiles)
+    threads = 1 if _is_small(problem, 10) else device.threads
+    by_tiles = tiles > chunks and busy(heads * chunks, threads) < 0.9
+    tasks = heads * (tiles if by_tiles else chunks)
+    launches = [
+        Launch("backward", config, tasks, min(threads, tasks), chunks,
+               _backward_reason(heads, chunks, by_tiles))
+    ]
+    levels = 2 if ceil(tiles / chunks) > NEAR_TILES else 1
+    keys = levels * sum(tile_elements(problem.Nk + MICRO_ROWS, columns, _itemsize(problem))
+                        for columns in (problem.d, problem.d_v))
+    apart = by_tiles or chunks > 1      # accumulators of their own, not in the slabs
     slab = backward_slab(problem, config)
-    workspace = [_slab(threads, slab + (keys if chunks == 1 else 0), problem)]
-    if chunks > 1:
+    workspace = [_slab(launches[0].threads, slab + (0 if apart else keys), problem)]
+    if apart:
         workspace.append(Buffer("partial", heads * chunks * keys, problem.accumulator))
+        blocks = heads * ceil(problem.Nk / KEY_BLOCK)
         launches.append(
-            Launch(
-                "reduce_chunks",
-                config,
-                heads,
-                min(threads, heads),
-                chunks,
-                "adds the chunks up, in their order",
-            )
+            Launch("reduce_chunks", config, blocks, max(1, min(launches[0].threads, blocks)),
+                   chunks, "stores dk and dv, the sums of the chunks, added in pairs")
         )
+    if by_tiles:
+        workspace.append(Buffer("turns", heads * tiles, "int64"))
     if problem.bias_shape and 0 not in problem.bias_shape:
         b, h, n, c = problem.bias_shape
         tasks = b * h * ceil(n / config.Br) * ceil(c / config.Bc)
+        rows = problem.batch * problem.heads_q * problem.Nq
+        workspace.append(Buffer("normalisers", 2 * rows, problem.accumulator))
         launches.append(
-            Launch(
-                "dbias",
-                config,
-                tasks,
-                min(threads, tasks),
-                chunks,
-                "one task per tile of dbias, which walks all that was broadcast",
-            )
+            Launch("dbias", config, tasks, min(launches[0].threads, tasks), chunks,
+                   "one task per tile of dbias, which walks all that was broadcast")
         )
     return Plan("backward", problem, device, tuple(launches), tuple(workspace))
+
+
+def _chunks(problem, config, tiles):
+    """Into how many chunks the query tiles of a key head are cut, each with a sum of its own.
+
+    Only where there are too few tiles of keys for threads to follow each other through them, and
+    not below two query tiles, for a chunk's sum has to be cleared and added.
+    """
+    if _is_small(problem, 10):
+        return 1
+    heads = problem.batch * problem.heads_k
+    in_flight = heads * max(1, ceil(problem.Nk / config.Bc))
+    return max(1, min(ceil(TILES_IN_FLIGHT / in_flight), tiles // 2))
+
+
+def _backward_reason(heads, chunks, by_tiles):
+    """Why the backward pass has these tasks."""
+    if by_tiles:
+        return (f"{heads * chunks} sums of dk and dv do not fill the threads, so one task per tile "
+                "of query rows; the tiles take turns at adding")
+    if chunks > 1:
+        return f"{heads} key heads are few tasks, so {chunks} chunks of their query rows"
+    return "one task per key head"
 
 
 def forward_slab(problem, config):
@@ -131,7 +170,8 @@ def forward_slab(problem, config):
         operands = [(FEW_ROWS, config.Bc), (FEW_ROWS, p.d)]
     else:
         operands = [(Bc, p.d), (Bc, p.d_v), (Bc, Br), (p.d, Br)]
-    tiles = [*operands, (Br + MICRO_ROWS, max(p.d, p.d_v)), (5, Br)]
+    far = (Br if p.Nk > NEAR_KEYS else 0, p.d_v)
+    tiles = [*operands, (Br + MICRO_ROWS, max(p.d, p.d_v)), far, far, (7, Br)]
     return sum(tile_elements(*tile, _itemsize(p)) for tile in tiles)
 
 
@@ -149,11 +189,14 @@ def backward_slab(problem, config):
         (Bc, config.Br),
         (Bc, config.Br),
         (Br, p.d),
+        (config.Br if p.Nk > NEAR_KEYS else 0, p.d),
+        (config.Br if p.Nk > NEAR_KEYS else 0, p.d),
         (1, p.d_v),
         (3, config.Br),
+        (7, config.Br),
     ]
     if p.bias_shape:
-        tiles.append((config.Bc, config.Br))
+        tiles += [(config.Bc, config.Br)] * 2
     return sum(tile_elements(*tile, _itemsize(p)) for tile in tiles)
 
 
@@ -182,11 +225,10 @@ def _reads_in_place(problem):
     return not p.has_features and exact and p.d % lanes == 0 and p.d_v % lanes == 0
 
 
-def _threads(problem, device, flops_per_product):
-    """All threads, or one if the work is not worth waking them."""
+def _is_small(problem, flops_per_product):
+    """Whether the work is not worth waking threads."""
     p = problem
-    flops = flops_per_product * p.batch * p.heads_q * p.Nq * p.Nk * max(p.d, p.d_v)
-    return device.threads if flops >= SMALL_FLOPS else 1
+    return flops_per_product * p.batch * p.heads_q * p.Nq * p.Nk * max(p.d, p.d_v) < SMALL_FLOPS
 
 
 def _slab(threads, elements, problem):

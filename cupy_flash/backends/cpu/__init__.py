@@ -29,19 +29,21 @@ def run(direction, problem, arrays):
     results = missing(plan, operands)
     operands = operands._replace(**results)
     buffers = {b.name: np.zeros(b.extent, b.dtype) for b in plan.workspace}
-    templates = _templates.get(plan) or _make_templates(plan, operands, buffers)
-    for launch, template in zip(plan.launches, templates, strict=True):
-        params = template.fill(operands, buffers)
-        pool.run(KERNELS[launch.entry], params, _slabs(buffers["slab"], launch.threads))
+    if not plan.launches:
+        return as_given(problem, results)
+    template = _templates.get(plan) or _make_template(plan, operands, buffers)
+    params = template.fill(operands, buffers)
+    for launch in plan.launches:
+        slabs = _slabs(buffers["slab"], launch.threads)
+        pool.run(KERNELS[launch.entry], params, slabs, (operands, buffers))
     return as_given(problem, results)
 
 
-def _make_templates(plan, operands, buffers):
-    """The structs of the plan's launches, from its first call."""
+def _make_template(plan, operands, buffers):
+    """The struct of the plan's launches, from its first call."""
     if len(_templates) >= _MOST_TEMPLATES:
         _templates.clear()
-    made = tuple(Template(plan, launch, operands, buffers) for launch in plan.launches)
-    _templates[plan] = made
+    made = _templates[plan] = Template(plan, operands, buffers)
     return made
 
 

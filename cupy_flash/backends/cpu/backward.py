@@ -1,8 +1,10 @@
-"""The backward kernel: dQ, dK, dV with one writer each, no atomics, a fixed order of sums.
+"""The backward kernel: dQ, dK, dV without atomics, in a fixed order of sums.
 
-Dao et al., "FlashAttention" (2022), algorithm 4, with the query tiles in the outer loop. A task
-owns a key head (or one of several interleaved chunks of its query tiles), so the gradients of
-grouped heads add up in its accumulators.
+Dao et al., "FlashAttention" (2022), algorithm 4, with the query tiles in the outer loop. A chunk is
+a key head, or one of several interleaved parts of its query tiles; it has accumulators for dK and
+dV, in which the gradients of grouped heads add up too. A task is a chunk; or a single query tile,
+and then the workers take turns at the chunk's accumulators, in the order in which one worker alone
+would add.
 """
 
 from collections import namedtuple
@@ -10,12 +12,15 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
-from ...plan.cpu import MICRO_ROWS, VECTOR_BYTES
+from ...plan.cpu import CHAIN, KEY_BLOCK, MICRO_ROWS, NEAR_KEYS, NEAR_TILES, VECTOR_BYTES
 from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import key_range, open_rows
-from .micro_kernel import matmul
-from .scores import finish_scores, through_cap
-from .softmax import softmax_backward
+from .micro_kernel import add_matmul, matmul
+from .normalise import find_large_rows, keep_normalisers, normalise
+from .scores import score_tile, through_cap
+from .softmax import softmax_backward, softmax_step
+from .sums import add_lines, gather, join_row, move
+from .team import enter, leave, stopped
 from .tiles import (
     carve,
     load_keys,
@@ -26,9 +31,14 @@ from .tiles import (
     transpose_tile,
     zero_rows,
 )
+from .turns import ALL_KEYS, Turns, end_turn, wait_for_turn
 
-# Scratch of one worker. q_t, do_t: [d, query]; S, dP, U: [key, query]; lse, delta: [query].
-Tiles = namedtuple("Tiles", "q q_t do do_t k v S dP U dq o lse delta")
+# Scratch of one worker. q_t, do_t: [d, query]; S, dP, U: [key, query]; dq, far, rest: [query, d],
+# see sums.py; lse, share, delta and the 7 lines of state: [query].
+Tiles = namedtuple("Tiles", "q q_t do do_t k v S dP U dq far rest o lse share delta state")
+
+# dK and dV of a key head, and what has left them: see sums.py.
+KeySums = namedtuple("KeySums", "dk dv dk_far dv_far")
 
 
 @tile_function
@@ -45,55 +55,86 @@ def carve_tiles(slab, p):
     dP, end = carve(slab, end, Bc, p.Br)
     U, end = carve(slab, end, Bc, p.Br)
     dq, end = carve(slab, end, Br, d)
+    far, end = carve(slab, end, p.Br if p.Nk > NEAR_KEYS else 0, d)
+    rest, end = carve(slab, end, p.Br if p.Nk > NEAR_KEYS else 0, d)
     o, end = carve(slab, end, np.int64(1), d_v)
-    state, end = carve(slab, end, np.int64(3), p.Br)
-    return Tiles(q, q_t, do, do_t, k, v, S, dP, U, dq, o, state[0], state[1]), end
+    x, end = carve(slab, end, np.int64(3), p.Br)
+    state, end = carve(slab, end, np.int64(7), p.Br)
+    tiles = Tiles(q, q_t, do, do_t, k, v, S, dP, U, dq, far, rest, o, x[0], x[1], x[2], state)
+    return tiles, end
 
 
 @kernel
-def backward(params, slab, tasks):
-    """One worker: takes (key head, chunk) tasks until none is left. slab: its scratch, zeroed."""
+def backward(params, slab, shared, worker):
+    """One worker: takes chunks or query tiles until none is left. slab: its scratch, zeroed."""
+    if not enter(shared, worker):
+        return
     p = params[0]
     t, end = carve_tiles(slab, p)
-    count = p.batch * p.heads_k * p.chunks
-    task = next_task(tasks)
-    while task < count:
-        sequence, chunk = task // p.chunks, task % p.chunks
+    heads, tiles = p.batch * p.heads_k, (p.group * p.Nq + p.Br - 1) // p.Br
+    parts = tiles if p.by_tiles else p.chunks  # of a key head; the first of each head come first
+    task = next_task(shared)
+    while task < heads * parts and not stopped(shared, worker):
+        sequence, part = task % heads, task // heads
         b, head_k = sequence // p.heads_k, sequence % p.heads_k
-        dk_acc, dv_acc = accumulators(p, slab[end:], task)
-        zero_rows(dk_acc, np.int64(0), dk_acc.shape[0])
-        zero_rows(dv_acc, np.int64(0), dv_acc.shape[0])
-        for row0 in range(chunk * p.Br, p.group * p.Nq, p.chunks * p.Br):
-            backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc)
-        if p.chunks == 1:
-            store_keys(p, dk_acc, dv_acc, b, head_k)
-        task = next_task(tasks)
+        sums = accumulators(p, slab[end:], sequence * p.chunks + part % p.chunks)
+        if p.partial == 0:
+            zero_keys(p, sums, shared, worker)
+        for tile in range(part, tiles, parts):
+            turns = Turns(p.turns + 8 * sequence * tiles, tile, p.chunks)
+            backward_rows(p, t, b, head_k, tile * p.Br, sums, turns, shared, worker)
+        if p.partial == 0:
+            store_all_keys(p, sums, b, head_k, shared, worker)
+        task = next_task(shared)
+    leave(shared, worker)
 
 
 @tile_function
-def accumulators(p, own, task):
-    """dK and dV of all keys: in the worker's slab, or in the task's part of the workspace."""
+def accumulators(p, own, chunk):
+    """dK and dV of all keys: in the worker's slab, or in the chunk's part of the workspace."""
     lanes = VECTOR_BYTES // own.itemsize
     columns = (p.d + lanes - 1) // lanes + (p.d_v + lanes - 1) // lanes + 2
-    size = (p.Nk + MICRO_ROWS) * columns * lanes
-    if p.chunks > 1:
-        own = carray(as_pointer(p.partial + task * size * own.itemsize), (size,), own.dtype)
-    dk_acc, end = carve(own, np.int64(0), p.Nk + MICRO_ROWS, p.d)
-    dv_acc, end = carve(own, end, p.Nk + MICRO_ROWS, p.d_v)
-    return dk_acc, dv_acc
+    lines = p.Nk + MICRO_ROWS
+    tiles = (p.group * p.Nq + p.Br - 1) // p.Br
+    far_lines = lines if (tiles + p.chunks - 1) // p.chunks > NEAR_TILES else 0
+    size = (lines + far_lines) * columns * lanes
+    if p.partial != 0:
+        own = carray(as_pointer(p.partial + chunk * size * own.itemsize), (size,), own.dtype)
+    dk, end = carve(own, np.int64(0), lines, p.d)
+    dv, end = carve(own, end, lines, p.d_v)
+    dk_far, end = carve(own, end, far_lines, p.d)
+    dv_far, end = carve(own, end, far_lines, p.d_v)
+    return KeySums(dk, dv, dk_far, dv_far)
 
 
 @inlined
-def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
-    """One tile of packed rows: adds to dk_acc and dv_acc, writes its rows of dq."""
+def backward_rows(p, t, b, head_k, row0, sums, turns, shared, worker):
+    """One tile of packed rows: adds to dK and dV, writes its rows of dq."""
     rows = open_rows(p, b, head_k * p.group, p.group, row0, t.S)
     load_rows(p, t, rows)
     t.dq[:] = 0
+    zero_rows(t.far, 0, len(t.far))
+    zero_rows(t.rest, 0, len(t.far))
     k_base = p.k.address + b * p.k.b + head_k * p.k.h
     v_base = p.v.address + b * p.v.b + head_k * p.v.h
     first, last = key_range(rows)
+    if find_large_rows(t.lse, rows.rows):
+        sum_rows(p, t, rows, k_base, v_base, first, last, shared, worker)
+        normalise(t.lse, t.share, t.state[0], t.state[1], rows.rows)
+    if p.normalisers != 0:
+        keep_normalisers(p, rows, t.lse, t.share)
+    # By the tile's number, so that sums do not depend on who computes which tile. Tiles that see a
+    # key follow each other: never more than NEAR_TILES of them add to it between two moves.
+    moves = len(sums.dk_far) > 0 and turns.tile // p.chunks % NEAR_TILES == NEAR_TILES - 1
+    near = 0
     for key0 in range(first, last, p.Bc):
+        if stopped(shared, worker):
+            break
         keys = min(p.Bc, last - key0)
+        if near >= NEAR_KEYS:
+            move(t.dq, t.far, t.rest, rows.rows, p.d)
+            near = 0
+        near += keys
         load_key_tiles(p, t, k_base, v_base, key0, keys)
         gradient_tile(p, t, rows, key0, keys)
         if p.softcap != 0:
@@ -102,9 +143,21 @@ def backward_rows(p, t, b, head_k, row0, dk_acc, dv_acc):
         zero_rows(t.dP, keys, keys + MICRO_ROWS)
         round_tile(t.S, keys, rows.lanes, p.round_P)
         round_tile(t.dP, keys, rows.lanes, p.round_P)
-        matmul(dv_acc[key0:], t.S, t.do, keys, p.d_v, rows.rows, True)  # dV += P^T dO
-        matmul(dk_acc[key0:], t.dP, t.q, keys, p.d, rows.rows, True)  # dK += dS^T Q
-        matmul(t.dq, t.dP.T, t.k, rows.rows, p.d, keys, True)  # dQ += dS K
+        touched = key0 + (keys + MICRO_ROWS - 1) // MICRO_ROWS * MICRO_ROWS
+        if p.by_tiles and not wait_for_turn(turns, touched, shared, worker):
+            break
+        add_matmul(sums.dv[key0:], t.S, t.do, keys, p.d_v, rows.rows)  # dV += P^T dO
+        add_matmul(sums.dk[key0:], t.dP, t.q, keys, p.d, rows.rows)  # dK += dS^T Q
+        if moves:
+            add_lines(sums.dk_far, sums.dk, key0, key0 + keys)
+            add_lines(sums.dv_far, sums.dv, key0, key0 + keys)
+        if p.by_tiles:
+            end_turn(turns, key0 + keys)
+        add_matmul(t.dq, t.dP.T, t.k, rows.rows, p.d, keys)  # dQ += dS K
+    if p.by_tiles and wait_for_turn(turns, ALL_KEYS, shared, worker):
+        end_turn(turns, ALL_KEYS)
+    if len(t.far) > 0:
+        gather(t.dq, t.far, t.rest, rows.rows, p.d)
     base = p.dq.address + b * p.dq.b + rows.head0 * p.dq.h
     for r in range(min(p.Br, p.group * p.Nq - row0)):
         if r >= rows.rows or t.lse[r] == np.inf:
@@ -121,6 +174,7 @@ def load_rows(p, t, rows):
     the dO of the products: a rounding of dO shifts all dP of a row, and cancels in dP - delta.
     """
     b, row0, n, group = rows.b, rows.row0, rows.rows, rows.group
+    t.share[:] = 1
     load_tile(t.q, p.q, p.q.address + b * p.q.b + rows.head0 * p.q.h, row0, n, p.d, group)
     load_tile(
         t.do, p.dout, p.dout.address + b * p.dout.b + rows.head0 * p.dout.h, row0, n, p.d_v, group
@@ -138,15 +192,33 @@ def load_rows(p, t, rows):
         else:
             load_tile(t.o, p.out, out, row0 + r, np.int64(1), p.d_v, group)
             t.delta[r] = 0
-            for c0 in range(0, p.d_v, 16):  # in short chains, as the micro-kernel does
+            for c0 in range(0, p.d_v, CHAIN):  # as the micro-kernel does
                 part = t.o.dtype.type(0)
-                for c in range(c0, min(c0 + 16, p.d_v)):
+                for c in range(c0, min(c0 + CHAIN, p.d_v)):
                     part += t.o[0, c] * t.do[r, c]
                 t.delta[r] += part
             if p.dlse.address != 0:
                 t.delta[r] -= row_value(p.dlse, rows, row0 + r, t.o)
-    transpose_tile(t.q_t, t.q, n, p.d, rows.lanes, t.q.dtype.type(p.scale))
-    transpose_tile(t.do_t, t.do, n, p.d_v, rows.lanes, t.q.dtype.type(1))
+    transpose_tile(t.q_t, t.q, n, p.d, rows.lanes)
+    transpose_tile(t.do_t, t.do, n, p.d_v, rows.lanes)
+
+
+@tile_function
+def sum_rows(p, t, rows, k_base, v_base, first, last, shared, worker):
+    """m and l of the rows as t.state[0] and t.state[1], m being the largest score."""
+    m, l, rest, lazy = t.state[0], t.state[1], t.state[2], t.S.dtype.type(0)
+    alpha, m_ref, part, total = t.state[3], t.state[4], t.state[5], t.state[6]
+    m[:] = -np.inf
+    l[:] = 0
+    rest[:] = 0
+    for key0 in range(first, last, p.Bc):
+        if stopped(shared, worker):
+            break
+        keys = min(p.Bc, last - key0)
+        load_key_tiles(p, t, k_base, v_base, key0, keys)
+        score_tile(t.S, t.k, t.v, t.q_t, p, rows, key0, keys)
+        softmax_step(t.S, m, l, rest, alpha, m_ref, part, total, keys, rows.lanes, lazy)
+    join_row(l, rest, rows.rows)
 
 
 @tile_function
@@ -168,35 +240,77 @@ def load_key_tiles(p, t, k_base, v_base, key0, keys):
 @tile_function
 def gradient_tile(p, t, rows, key0, keys):
     """S = P, and dP = P * (dP - delta): the gradient of the scores behind the softcap."""
-    matmul(t.S, t.k, t.q_t, keys, rows.lanes, p.d, False)  # S^T = K Q^T
-    finish_scores(t.S, t.k, t.v, p, rows, key0, keys)
-    matmul(t.dP, t.v, t.do_t, keys, rows.lanes, p.d_v, False)  # dP^T = V dO^T
-    softmax_backward(t.S, t.dP, t.lse, t.delta, keys, rows.lanes)
+    score_tile(t.S, t.k, t.v, t.q_t, p, rows, key0, keys)
+    matmul(t.dP, t.v, t.do_t, keys, rows.lanes, p.d_v, t.dP.dtype.type(1))  # dP^T = V dO^T
+    softmax_backward(t.S, t.dP, t.lse, t.share, t.delta, keys, rows.lanes)
 
 
 @tile_function
-def store_keys(p, dk_acc, dv_acc, b, head_k):
-    """dk = scale dk_acc and dv = dv_acc of one key head."""
+def zero_keys(p, sums, shared, worker):
+    """sums = 0, in blocks."""
+    end = p.Nk + MICRO_ROWS
+    for key0 in range(0, end, KEY_BLOCK):
+        if stopped(shared, worker):
+            break
+        for x in sums:
+            zero_rows(x, min(key0, x.shape[0]), min(key0 + KEY_BLOCK, x.shape[0]))
+
+
+@tile_function
+def store_all_keys(p, sums, b, head_k, shared, worker):
+    """`join_keys` and `store_keys` for all keys of a head, in blocks."""
+    for key0 in range(0, p.Nk, KEY_BLOCK):
+        if stopped(shared, worker):
+            break
+        end = min(key0 + KEY_BLOCK, p.Nk)
+        join_keys(sums, key0, end)
+        store_keys(p, sums, b, head_k, key0, end)
+
+
+@tile_function
+def join_keys(sums, first, end):
+    """dk and dv of the keys first ... end += what has left them."""
+    if len(sums.dk_far) > 0:
+        add_lines(sums.dk, sums.dk_far, first, end)
+        add_lines(sums.dv, sums.dv_far, first, end)
+
+
+@tile_function
+def store_keys(p, sums, b, head_k, first, end):
+    """dk = scale dK and dv = dV of the keys first ... end of a key head."""
     dk = p.dk.address + b * p.dk.b + head_k * p.dk.h
     dv = p.dv.address + b * p.dv.b + head_k * p.dv.h
-    for j in range(p.Nk):
-        store_row(p.dk, dk + j * p.dk.n, dk_acc[j], p.d, dk_acc.dtype.type(p.scale))
-        store_row(p.dv, dv + j * p.dv.n, dv_acc[j], p.d_v, dv_acc.dtype.type(1))
+    one = sums.dv.dtype.type(1)
+    for j in range(first, end):
+        store_row(p.dk, dk + j * p.dk.n, sums.dk[j], p.d, sums.dk.dtype.type(p.scale))
+        store_row(p.dv, dv + j * p.dv.n, sums.dv[j], p.d_v, one)
 
 
 @kernel
-def reduce_chunks(params, slab, tasks):
-    """dk and dv of a key head from its chunks' accumulators, added in the order of the chunks."""
+def reduce_chunks(params, slab, shared, worker):
+    """dk and dv from the chunks' accumulators, block by block of keys.
+
+    The chunks are added in pairs, these in pairs, and so on.
+    """
+    if not enter(shared, worker):
+        return
     p = params[0]
-    head = next_task(tasks)
-    while head < p.batch * p.heads_k:
-        dk_sum, dv_sum = accumulators(p, slab, head * p.chunks)
-        for chunk in range(1, p.chunks):
-            dk_acc, dv_acc = accumulators(p, slab, head * p.chunks + chunk)
-            for j in range(p.Nk):
-                for c in range(p.d):
-                    dk_sum[j, c] += dk_acc[j, c]
-                for c in range(p.d_v):
-                    dv_sum[j, c] += dv_acc[j, c]
-        store_keys(p, dk_sum, dv_sum, head // p.heads_k, head % p.heads_k)
-        head = next_task(tasks)
+    blocks = (p.Nk + KEY_BLOCK - 1) // KEY_BLOCK
+    task = next_task(shared)
+    while task < p.batch * p.heads_k * blocks and not stopped(shared, worker):
+        head, key0 = task // blocks, task % blocks * KEY_BLOCK
+        end = min(key0 + KEY_BLOCK, p.Nk)
+        for chunk in range(p.chunks):
+            join_keys(accumulators(p, slab, head * p.chunks + chunk), key0, end)
+        step = 1
+        while step < p.chunks:
+            for chunk in range(0, p.chunks - step, 2 * step):
+                total = accumulators(p, slab, head * p.chunks + chunk)
+                other = accumulators(p, slab, head * p.chunks + chunk + step)
+                add_lines(total.dk, other.dk, key0, end)
+                add_lines(total.dv, other.dv, key0, end)
+            step *= 2
+        sums = accumulators(p, slab, head * p.chunks)
+        store_keys(p, sums, head // p.heads_k, head % p.heads_k, key0, end)
+        task = next_task(shared)
+    leave(shared, worker)

@@ -5,36 +5,46 @@ from numba import carray
 
 from .elementary import exp
 from .jit import as_pointer, kernel, next_task
+from .sums import joined, two_sum
+from .team import enter, leave, stopped
 from .tiles import store_row
 
 
 @kernel
-def combine(params, slab, tasks):
+def combine(params, slab, shared, worker):
     """One worker: takes rows until none is left.
 
-    lse = ln sum exp(lse_s), out = sum exp(lse_s - lse) out_s.
+    With m = max m_s: l = sum exp(m_s - m) l_s, out = sum exp(m_s - m) l_s out_s / l. From m and l,
+    not from lse_s = m_s + ln l_s: beside a large m_s there is no room for ln l_s.
     """
+    if not enter(shared, worker):
+        return
     p = params[0]
     rows = p.batch * p.heads_q * p.Nq
     out_partial = carray(as_pointer(p.out_partial), (p.splits, rows, p.d_v), slab.dtype)
-    lse_partial = carray(as_pointer(p.lse_partial), (p.splits, rows), slab.dtype)
-    total = slab[: p.d_v]
-    row = next_task(tasks)
-    while row < rows:
+    sums_partial = carray(as_pointer(p.sums_partial), (p.splits, rows, 2), slab.dtype)
+    total, rest = slab[: p.d_v], slab[p.d_v : 2 * p.d_v]
+    zero = slab.dtype.type(0)
+    row = next_task(shared)
+    while row < rows and not stopped(shared, worker):
         m = slab.dtype.type(-np.inf)
         for s in range(p.splits):
-            m = np.maximum(m, lse_partial[s, row])
-        m_ref = m if m != -np.inf else slab.dtype.type(0)
-        l = slab.dtype.type(0)
+            m = np.maximum(m, sums_partial[s, row, 0])
+        m_ref = m if m != -np.inf else zero
+        l, l_rest = zero, zero
         total[:] = 0
+        rest[:] = 0
         for s in range(p.splits):
-            weight = exp(lse_partial[s, row] - m_ref)
-            l += weight
+            weight = exp(sums_partial[s, row, 0] - m_ref) * sums_partial[s, row, 1]
+            l, lost = two_sum(l, weight)
+            l_rest += lost
             for c in range(p.d_v):
-                total[c] += weight * out_partial[s, row, c]
+                total[c], lost = two_sum(total[c], weight * out_partial[s, row, c])
+                rest[c] += lost
+        l = joined(l, l_rest)
         b, head, i = row // (p.heads_q * p.Nq), row // p.Nq % p.heads_q, row % p.Nq
         for c in range(p.d_v):
-            total[c] = total[c] / l if l != 0 else 0
+            total[c] = joined(total[c], rest[c]) / l if l != 0 else 0
         store_row(
             p.out, p.out.address + b * p.out.b + head * p.out.h + i * p.out.n, total, p.d_v, 1
         )
@@ -42,4 +52,5 @@ def combine(params, slab, tasks):
             total[0] = m + np.log(l)
             lse = p.lse.address + b * p.lse.b + head * p.lse.h + i * p.lse.n
             store_row(p.lse, lse, total, 1, 1)
-        row = next_task(tasks)
+        row = next_task(shared)
+    leave(shared, worker)

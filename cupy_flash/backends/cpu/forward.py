@@ -6,12 +6,14 @@ import numpy as np
 from numba import carray
 from numpy.lib.stride_tricks import as_strided
 
-from ...plan.cpu import FEW_ROWS, MICRO_ROWS
+from ...plan.cpu import FEW_ROWS, MICRO_ROWS, NEAR_KEYS
 from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import hide_row_by_range, key_range, open_rows
-from .micro_kernel import few_products, few_scores, matmul
-from .scores import finish_scores
+from .micro_kernel import add_matmul, few_products, few_scores
+from .scores import score_tile
 from .softmax import scale_rows, softmax_row_step, softmax_step
+from .sums import gather, join_row, move
+from .team import enter, leave, stopped
 from .tiles import (
     carve,
     load_keys,
@@ -20,20 +22,23 @@ from .tiles import (
     round_tile,
     store_row,
     transpose_tile,
+    zero_rows,
 )
 
-# Scratch of one worker. S: [key, query]; q_t: [d, query]; acc: [query, d_v]; the rest: [query].
+# Scratch of one worker. S: [key, query]; q_t: [d, query]; acc: [query, d_v], and over many keys
+# what has left it: far, far_rest (see sums.py); the rest: [query].
 # Where K and V are read in place, s: [query, key] and q: [query, d] stand for k, v, S and q_t.
-Tiles = namedtuple("Tiles", "k v S s q_t q acc m l alpha m_ref part")
+Tiles = namedtuple("Tiles", "k v S s q_t q acc far far_rest m l l_rest alpha m_ref part total")
 
 
 @tile_function
 def carve_tiles(slab, p):
     """All tiles of a worker."""
-    start, states = np.int64(0), np.int64(5)  # no literals: see load_keys
+    start = np.int64(0)  # no literal: see load_keys
     few = FEW_ROWS if p.in_place else 0
     keys = 0 if p.in_place else p.Bc + MICRO_ROWS
     d = 0 if p.in_place else p.d
+    far_rows = p.Br if p.Nk > NEAR_KEYS else 0
     k, end = carve(slab, start, keys, p.d)
     v, end = carve(slab, end, keys, p.d_v)
     S, end = carve(slab, end, keys, p.Br)
@@ -41,29 +46,36 @@ def carve_tiles(slab, p):
     s, end = carve(slab, end, few, p.Bc)
     q, end = carve(slab, end, few, p.d)
     acc, end = carve(slab, end, p.Br + MICRO_ROWS, max(p.d, p.d_v))
-    state, end = carve(slab, end, states, p.Br)
-    return Tiles(k, v, S, s, q_t, q, acc, state[0], state[1], state[2], state[3], state[4])
+    far, end = carve(slab, end, far_rows, p.d_v)
+    far_rest, end = carve(slab, end, far_rows, p.d_v)
+    x, end = carve(slab, end, np.int64(7), p.Br)
+    return Tiles(
+        k, v, S, s, q_t, q, acc, far, far_rest, x[0], x[1], x[2], x[3], x[4], x[5], x[6]
+    )
 
 
 @kernel
-def forward(params, slab, tasks):
+def forward(params, slab, shared, worker):
     """One worker: takes tiles of query rows until none is left. slab: its scratch, zeroed."""
+    if not enter(shared, worker):
+        return
     p = params[0]
     t = carve_tiles(slab, p)
     tiles = (p.group * p.Nq + p.Br - 1) // p.Br
     count = p.batch * p.heads_k * tiles * p.splits
-    task = next_task(tasks)
-    while task < count:
+    task = next_task(shared)
+    while task < count and not stopped(shared, worker):
         split = task % p.splits
         tile = tiles - 1 - task // p.splits % tiles  # the longest causal rows first
         sequence = task // (p.splits * tiles)
         b, head_k = sequence // p.heads_k, sequence % p.heads_k
-        forward_tile(p, t, b, head_k, tile * p.Br, split)
-        task = next_task(tasks)
+        forward_tile(p, t, b, head_k, tile * p.Br, split, shared, worker)
+        task = next_task(shared)
+    leave(shared, worker)
 
 
 @inlined
-def forward_tile(p, t, b, head_k, row0, split):
+def forward_tile(p, t, b, head_k, row0, split, shared, worker):
     """The packed rows row0 ... row0 + Br of one key head, over the keys of one split."""
     rows = open_rows(p, b, head_k * p.group, p.group, row0, t.S)
     load_queries(p, t, rows)
@@ -72,8 +84,16 @@ def forward_tile(p, t, b, head_k, row0, split):
     first, last = key_range(rows)
     first = max(first, split * p.split_keys)
     last = min(last, (split + 1) * p.split_keys)
+    lazy = t.S.dtype.type(p.lazy)
+    near = 0
     for key0 in range(first, last, p.Bc):
+        if stopped(shared, worker):
+            break
         keys = min(p.Bc, last - key0)
+        if near >= NEAR_KEYS:
+            move(t.acc, t.far, t.far_rest, rows.rows, p.d_v)
+            near = 0
+        near += keys
         if p.in_place:
             few_rows_step(p, t, rows, k_base, v_base, key0, keys)
             continue
@@ -81,32 +101,40 @@ def forward_tile(p, t, b, head_k, row0, split):
         load_keys(t.v, p.v, v_base, key0, keys, p.d_v)
         round_tile(t.k, keys, p.d, p.round_inputs)
         round_tile(t.v, keys, p.d_v, p.round_inputs)
-        matmul(t.S, t.k, t.q_t, keys, rows.lanes, p.d, False)  # S^T = K Q^T
-        finish_scores(t.S, t.k, t.v, p, rows, key0, keys)
-        lazy = t.S.dtype.type(p.lazy)
-        if softmax_step(t.S, t.m, t.l, t.alpha, t.m_ref, t.part, keys, rows.lanes, lazy):
+        score_tile(t.S, t.k, t.v, t.q_t, p, rows, key0, keys)
+        if softmax_step(
+            t.S, t.m, t.l, t.l_rest, t.alpha, t.m_ref, t.part, t.total, keys, rows.lanes, lazy
+        ):
             scale_rows(t.acc, t.alpha, rows.rows, p.d_v)
+            if len(t.far) > 0:
+                scale_rows(t.far, t.alpha, rows.rows, p.d_v)
+                scale_rows(t.far_rest, t.alpha, rows.rows, p.d_v)
         round_tile(t.S, keys, rows.lanes, p.round_P)
-        matmul(t.acc, t.S.T, t.v, rows.rows, p.d_v, keys, True)  # acc += P V
+        add_matmul(t.acc, t.S.T, t.v, rows.rows, p.d_v, keys)  # acc += P V
+    if len(t.far) > 0:
+        gather(t.acc, t.far, t.far_rest, rows.rows, p.d_v)
+    join_row(t.l, t.l_rest, rows.rows)
     store_result(p, t.acc, t.m, t.l, rows, split)
 
 
 @tile_function
 def load_queries(p, t, rows):
-    """q_t (or q, if K is read in place) with the scale folded in; acc, m and l as they start."""
+    """q_t (or q, if K is read in place); acc, m and l as they start."""
     base = p.q.address + rows.b * p.q.b + rows.head0 * p.q.h
     load_tile(t.acc, p.q, base, rows.row0, rows.rows, p.d, p.group)
     round_tile(t.acc, rows.rows, p.d, p.round_inputs)
-    scale = t.acc.dtype.type(p.scale)
     if p.in_place:
         for r in range(rows.rows):
             for c in range(p.d):
-                t.q[r, c] = t.acc[r, c] * scale
+                t.q[r, c] = t.acc[r, c]
     else:
-        transpose_tile(t.q_t, t.acc, rows.rows, p.d, rows.lanes, scale)
+        transpose_tile(t.q_t, t.acc, rows.rows, p.d, rows.lanes)
     t.acc[:] = 0
+    zero_rows(t.far, 0, len(t.far))
+    zero_rows(t.far_rest, 0, len(t.far))
     t.m[:] = -np.inf
     t.l[:] = 0
+    t.l_rest[:] = 0
 
 
 @tile_function
@@ -114,12 +142,18 @@ def few_rows_step(p, t, rows, k_base, v_base, key0, keys):
     """One key tile for few rows, with the keys along the lanes."""
     k = view(p.k, k_base, key0, keys, p.d, t.S)
     v = view(p.v, v_base, key0, keys, p.d_v, t.S)
-    few_scores(t.s.T, k, t.q, rows.rows, keys, p.d)
+    few_scores(t.s.T, k, t.q, rows.rows, keys, p.d, t.s.dtype.type(p.scale))
     for r in range(rows.rows):
         hide_row_by_range(t.s, rows, r, key0, keys)
-        if softmax_row_step(t.s, t.m, t.l, t.alpha, t.part, r, keys, t.s.dtype.type(p.lazy)):
+        if softmax_row_step(
+            t.s, t.m, t.l, t.l_rest, t.alpha, t.total, t.part, r, keys, t.s.dtype.type(p.lazy)
+        ):
+            alpha = t.alpha[r]
             for c in range(p.d_v):
-                t.acc[r, c] *= t.alpha[r]
+                t.acc[r, c] *= alpha
+            for c in range(p.d_v if len(t.far) > 0 else 0):
+                t.far[r, c] *= alpha
+                t.far_rest[r, c] *= alpha
     few_products(t.acc, t.s, v, rows.rows, p.d_v, keys)
 
 
@@ -140,25 +174,27 @@ def store_result(p, acc, m, l, rows, split):
         if r < rows.rows and l[r] != 0:
             for c in range(p.d_v):
                 acc[r, c] /= l[r]
-            m[r] += np.log(l[r])
         else:
+            l[r] = 0
             acc[r, :] = 0  # selected, not multiplied: scratch may hold a NaN
             m[r] = -np.inf
-        if p.splits == 1:
-            store_row(p.out, packed_address(p.out, out, row, rows.group), acc[r], p.d_v, 1)
-            if p.lse.address != 0:
-                store_row(p.lse, packed_address(p.lse, lse, row, rows.group), m[r:], 1, 1)
-        else:
-            store_partial(p, acc[r], m[r], rows, row, split)
+        if p.splits > 1:
+            store_partial(p, acc[r], m[r], l[r], rows, row, split)
+            continue
+        store_row(p.out, packed_address(p.out, out, row, rows.group), acc[r], p.d_v, 1)
+        if p.lse.address != 0:
+            m[r] += np.log(l[r])
+            store_row(p.lse, packed_address(p.lse, lse, row, rows.group), m[r:], 1, 1)
 
 
 @tile_function
-def store_partial(p, values, lse, rows, row, split):
-    """The row's share of one split, for `combine`: [splits, batch, heads_q, Nq, (d_v)]."""
+def store_partial(p, values, m, l, rows, row, split):
+    """The row's share of one split, for `combine`: [splits, batch, heads_q, Nq, (d_v or m, l)]."""
     shape = (p.splits, p.batch, p.heads_q, p.Nq)
     head, i = rows.head0 + row % rows.group, row // rows.group
     out_partial = carray(as_pointer(p.out_partial), (*shape, p.d_v), values.dtype)
-    lse_partial = carray(as_pointer(p.lse_partial), shape, values.dtype)
-    lse_partial[split, rows.b, head, i] = lse
+    sums_partial = carray(as_pointer(p.sums_partial), (*shape, 2), values.dtype)
+    sums_partial[split, rows.b, head, i, 0] = m
+    sums_partial[split, rows.b, head, i, 1] = l
     for c in range(p.d_v):
         out_partial[split, rows.b, head, i, c] = values[c]

@@ -20,6 +20,12 @@ _FLAGS = {"error_model": "numpy", "fastmath": {"contract"}, "nogil": True}
 # Tile functions are only called from kernels, so they need no entry points of their own.
 tile_function = njit(**_FLAGS, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
+# Without `contract`: a rounding error that is computed, as the difference of what was rounded and
+# what was not, must not be fused away.
+exact_function = njit(
+    error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
+)
+
 # A function with one caller: its body becomes part of the caller before compilation, which saves
 # LLVM one pass over everything below it.
 inlined = njit(**_FLAGS, inline="always", no_cpython_wrapper=True, no_cfunc_wrapper=True)

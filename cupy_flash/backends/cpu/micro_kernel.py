@@ -13,12 +13,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ...plan.cpu import MICRO_ROWS, VECTOR_BYTES
+from ...plan.cpu import CHAIN, MICRO_ROWS, SLICE, VECTOR_BYTES
 from .jit import tile_function
-
-# Terms that are added in one chain before the sum moves to a total: a chain over d = 256 would have
-# five times the rounding error of a BLAS product.
-CHAIN = 16
 
 
 def _pointer(builder, base, offset, kind):
@@ -71,24 +67,30 @@ def _make_micro_kernel(rows, vectors):
     """The product of `rows` rows by `vectors` vectors of columns."""
 
     @intrinsic
-    def micro_kernel(typingctx, c, a, b, i, j, depth, accumulate):
-        """c[i:i+rows, j:j+lanes*vectors] (+)= a[i:i+rows, :depth] @ b[:depth, j:j+lanes*vectors].
+    def micro_kernel(typingctx, c, a, b, i, j, first, end, accumulate, factor):
+        """c[i:i+rows, J] (+)= a[i:i+rows, first:end] @ b[first:end, J], J = j:j+lanes*vectors.
 
-        `a` may have any strides (a transposed view costs nothing), rows of b and c unit stride.
+        A product that is not added is multiplied by `factor`. `a` may have any strides (a
+        transposed view costs nothing), rows of b and c unit stride.
         """
 
         def codegen(context, builder, signature, args):
             _emit_product(context, builder, signature, args, rows, vectors)
             return context.get_dummy_value()
 
-        return types.void(c, a, b, types.intp, types.intp, types.intp, types.boolean), codegen
+        kinds = (types.intp,) * 4 + (types.boolean, c.dtype)
+        return types.void(c, a, b, *kinds), codegen
 
     return micro_kernel
 
 
 def _emit_product(context, builder, signature, args, rows, vectors):
-    """The instructions of a micro-kernel: sums in registers, stored once."""
-    C, A, B, i, j, depth, accumulate = _unpacked(context, builder, signature, args)
+    """The instructions of a micro-kernel: sums in registers, stored once.
+
+    Chains of CHAIN terms go to a total, and the total to what c held: a chain over d = 256 would
+    have five times the rounding error of a BLAS product.
+    """
+    C, A, B, i, j, first, end, accumulate, factor = _unpacked(context, builder, signature, args)
     index, vector = context.get_value_type(types.intp), C.vector
     zero = ir.Constant(vector, None)
     columns = [
@@ -105,11 +107,8 @@ def _emit_product(context, builder, signature, args, rows, vectors):
     # SROA makes registers of these.
     total = [cgutils.alloca_once_value(builder, zero) for _ in cells]
     acc = [cgutils.alloca_once_value(builder, zero) for _ in cells]
-    with builder.if_then(accumulate):
-        for cell, c_total in zip(cells, total, strict=True):
-            builder.store(builder.load(cell, align=C.itemsize), c_total)
-    with cgutils.for_range_slice(builder, index(0), depth, index(CHAIN)) as (start, _):
-        rest = builder.sub(depth, start)
+    with cgutils.for_range_slice(builder, first, end, index(CHAIN)) as (start, _):
+        rest = builder.sub(end, start)
         short = builder.icmp_signed("<", rest, index(CHAIN))
         for c_acc in acc:
             builder.store(zero, c_acc)
@@ -124,29 +123,37 @@ def _emit_product(context, builder, signature, args, rows, vectors):
                     _accumulate(builder, acc[r * vectors + n], a_vector, b_vector)
         for c_acc, c_total in zip(acc, total, strict=True):
             builder.store(builder.fadd(builder.load(c_total), builder.load(c_acc)), c_total)
-    for cell, c_total in zip(cells, total, strict=True):
-        builder.store(builder.load(c_total), cell, align=C.itemsize)
+    with builder.if_else(accumulate) as (add, put):
+        with add:
+            for cell, c_total in zip(cells, total, strict=True):
+                x = builder.fadd(builder.load(cell, align=C.itemsize), builder.load(c_total))
+                builder.store(x, cell, align=C.itemsize)
+        with put:
+            factors = _broadcast(builder, factor, vector)
+            for cell, c_total in zip(cells, total, strict=True):
+                x = builder.fmul(builder.load(c_total), factors)
+                builder.store(x, cell, align=C.itemsize)
 
 
 def _make_dot_kernel(keys):
     """Scores of one query row with `keys` keys: the depth lies along the lanes."""
 
     @intrinsic
-    def dot_kernel(typingctx, s, k, q, j, i, depth):
-        """s[j:j+keys, i] = k[j:j+keys, :depth] @ q[i, :depth], depth in whole vectors."""
+    def dot_kernel(typingctx, s, k, q, j, i, depth, factor):
+        """s[j:j+keys, i] = factor * k[j:j+keys, :depth] @ q[i, :depth], depth in whole vectors."""
 
         def codegen(context, builder, signature, args):
             _emit_dots(context, builder, signature, args, keys)
             return context.get_dummy_value()
 
-        return types.void(s, k, q, types.intp, types.intp, types.intp), codegen
+        return types.void(s, k, q, types.intp, types.intp, types.intp, s.dtype), codegen
 
     return dot_kernel
 
 
 def _emit_dots(context, builder, signature, args, keys):
     """The instructions of a dot kernel: a vector of partial sums per key, added up at the end."""
-    S, K, Q, j, i, depth = _unpacked(context, builder, signature, args)
+    S, K, Q, j, i, depth, factor = _unpacked(context, builder, signature, args)
     index, vector = context.get_value_type(types.intp), S.vector
     name = f"llvm.vector.reduce.fadd.v{vector.count}f{8 * S.itemsize}"
     kind = ir.FunctionType(S.scalar, [S.scalar, vector])
@@ -164,7 +171,7 @@ def _emit_dots(context, builder, signature, args, keys):
         zero = ir.Constant(S.scalar, 0)
         x = builder.call(add_up, [zero, builder.load(cell)], fastmath=("reassoc",))
         at = builder.add(builder.mul(line, S.row), builder.mul(i, S.column))
-        builder.store(x, _pointer(builder, S.data, at, S.scalar))
+        builder.store(builder.fmul(x, factor), _pointer(builder, S.data, at, S.scalar))
 
 
 _micro_kernel = _make_micro_kernel(MICRO_ROWS, 1)
@@ -173,20 +180,35 @@ _dot_kernel, _single_dot_kernel = _make_dot_kernel(MICRO_ROWS), _make_dot_kernel
 
 
 @tile_function
-def matmul(c, a, b, rows, columns, depth, accumulate):
-    """c[:rows, :columns] (+)= a[:rows, :depth] @ b[:depth, :columns].
+def matmul(c, a, b, rows, columns, depth, factor):
+    """c[:rows, :columns] = factor * (a[:rows, :depth] @ b[:depth, :columns]).
 
     Rows are rounded up to MICRO_ROWS and columns to whole vectors: c, and the rows of a and b,
     must reach so far. What lies in the surplus of a and b reaches the surplus of c only.
     """
-    for j in range(0, columns, VECTOR_BYTES // c.itemsize):
-        for i in range(0, rows, MICRO_ROWS):
-            _micro_kernel(c, a, b, i, j, depth, accumulate)
+    _tiled_product(c, a, b, rows, columns, 0, depth, False, factor)
 
 
 @tile_function
-def few_scores(S, k, q, rows, keys, depth):
-    """S[:keys, :rows] = k[:keys, :depth] @ q[:rows, :depth].T; `matmul` is for more rows.
+def add_matmul(c, a, b, rows, columns, depth):
+    """c[:rows, :columns] += a[:rows, :depth] @ b[:depth, :columns], rounded up as in `matmul`."""
+    for first in range(0, depth, SLICE):
+        end = min(first + SLICE, depth)
+        _tiled_product(c, a, b, rows, columns, first, end, True, c.dtype.type(1))
+
+
+@tile_function
+def _tiled_product(c, a, b, rows, columns, first, end, accumulate, factor):
+    """The product cut into micro-kernels."""
+    for j in range(0, columns, VECTOR_BYTES // c.itemsize):
+        for i in range(0, rows, MICRO_ROWS):
+            _micro_kernel(c, a, b, i, j, first, end, accumulate, factor)
+
+
+@tile_function
+def few_scores(S, k, q, rows, keys, depth, scale):
+    """S[:keys, :rows] = scale * (k[:keys, :depth] @ q[:rows, :depth].T), for fewer rows than
+    `matmul` is for.
 
     Columns of k and q up to the next whole vector are read, and must be 0 in one and finite in the
     other.
@@ -194,18 +216,23 @@ def few_scores(S, k, q, rows, keys, depth):
     whole = keys // MICRO_ROWS * MICRO_ROWS
     for i in range(rows):
         for j in range(0, whole, MICRO_ROWS):
-            _dot_kernel(S, k, q, j, i, depth)
+            _dot_kernel(S, k, q, j, i, depth, scale)
         for j in range(whole, keys):
-            _single_dot_kernel(S, k, q, j, i, depth)
+            _single_dot_kernel(S, k, q, j, i, depth, scale)
 
 
 @tile_function
 def few_products(acc, P, v, rows, columns, keys):
-    """acc[:rows, :columns] += P[:rows, :keys] @ v[:keys, :columns], columns in whole vectors."""
+    """acc[:rows, :columns] += P[:rows, :keys] @ v[:keys, :columns], columns in whole vectors.
+
+    """
     lanes = VECTOR_BYTES // acc.itemsize
     wide = columns // (4 * lanes) * (4 * lanes)
-    for i in range(rows):
-        for j in range(0, wide, 4 * lanes):
-            _row_kernel(acc, P, v, i, j, keys, True)
-        for j in range(wide, columns, lanes):
-            _narrow_row_kernel(acc, P, v, i, j, keys, True)
+    one = acc.dtype.type(1)
+    for first in range(0, keys, SLICE):
+        end = min(first + SLICE, keys)
+        for i in range(rows):
+            for j in range(0, wide, 4 * lanes):
+                _row_kernel(acc, P, v, i, j, first, end, True, one)
+            for j in range(wide, columns, lanes):
+                _narrow_row_kernel(acc, P, v, i, j, first, end, True, one)

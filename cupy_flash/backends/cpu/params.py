@@ -1,10 +1,11 @@
-"""The parameter structs of the CPU kernels, one NumPy structured array of size one a launch.
+"""The parameter structs of the CPU kernels, one NumPy structured array of size one a call.
 
 A tensor is its address, its strides in bytes (batch, head, row, column) and its element type; the
 kernels so take any layout without being compiled anew. The rows of a mask or bias are queries, its
 columns keys, and a stride of 0 is a broadcast axis. Address 0: the operand is absent.
 
-`pack` makes the struct of a launch from scratch. A `Template` keeps it for the calls that follow.
+All launches of a plan have the same tiles and cut their sums alike, so they share one struct.
+`pack` makes it from scratch. A `Template` keeps it for the calls that follow.
 """
 
 import numpy as np
@@ -23,28 +24,33 @@ _COMMON = [
     *((name, "f8") for name in ("scale", "softcap", "lazy")),  # softcap 0: off
 ]
 
-# out_partial, lse_partial: addresses of [splits, batch, heads_q, Nq, (d_v)].
+# out_partial, sums_partial: addresses of [splits, batch, heads_q, Nq, (d_v, or m and l)].
 ForwardParams = np.dtype(
-    [*_COMMON, *((name, "i8") for name in ("splits", "split_keys", "out_partial", "lse_partial"))],
+    [*_COMMON, *((name, "i8") for name in ("splits", "split_keys", "out_partial", "sums_partial"))],
     align=True,
 )
-# partial: address of [batch, heads_k, chunks, dk and dv tiles]; *_bias: extents of dbias.
+# partial: address of [batch, heads_k, chunks, dk and dv tiles]; normalisers: see normalise.py;
+# turns: address of [batch, heads_k, query tiles], see turns.py; *_bias: extents of dbias.
 BackwardParams = np.dtype(
     [
         *_COMMON,
         *((name, Tensor) for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")),
         *(
             (name, "i8")
-            for name in ("chunks", "partial", "Nbias_q", "Nbias_k", "batch_bias", "heads_bias")
+            for name in (
+                *("chunks", "partial", "normalisers"),
+                *("Nbias_q", "Nbias_k", "batch_bias", "heads_bias"),
+            )
         ),
+        *((name, "i8") for name in ("by_tiles", "turns")),
     ],
     align=True,
 )
 
 
-def pack(plan, launch, operands, buffers):
-    """The struct of one launch as an array of size one."""
-    forward = plan.direction == "forward"
+def pack(plan, operands, buffers):
+    """The struct of a plan's launches as an array of size one."""
+    forward, launch = plan.direction == "forward", plan.launches[0]
     values = _common(plan.problem, launch.config, operands)
     values |= (_forward if forward else _backward)(plan.problem, launch, operands, buffers)
     dtype = ForwardParams if forward else BackwardParams
@@ -54,13 +60,13 @@ def pack(plan, launch, operands, buffers):
 
 
 class Template:
-    """The struct of a launch, of which a call changes nothing but addresses.
+    """The struct of a plan, of which a call changes nothing but addresses.
 
     It is made from the first call's arrays: calls with the same plan have the same layouts.
     """
 
-    def __init__(self, plan, launch, operands, buffers):
-        packed = pack(plan, launch, operands, buffers)
+    def __init__(self, plan, operands, buffers):
+        packed = pack(plan, operands, buffers)
         fields = packed.dtype.fields
         self._dtype = packed.dtype
         self._words = packed.view(np.int64)         # every field has 8 bytes
@@ -117,7 +123,7 @@ def _forward(problem, launch, operands, buffers):
         "splits": splits,
         "split_keys": -(-problem.Nk // splits),
         "out_partial": _address(buffers.get("out_partial")),
-        "lse_partial": _address(buffers.get("lse_partial")),
+        "sums_partial": _address(buffers.get("sums_partial")),
     }
 
 
@@ -130,10 +136,13 @@ def _backward(problem, launch, operands, buffers):
         },
         "chunks": launch.splits,
         "partial": _address(buffers.get("partial")),
+        "normalisers": _address(buffers.get("normalisers")),
         "batch_bias": b,
         "heads_bias": h,
         "Nbias_q": n,
         "Nbias_k": c,
+        "by_tiles": "turns" in buffers,
+        "turns": _address(buffers.get("turns")),
     }
 
 

@@ -11,11 +11,13 @@ from .micro_kernel import matmul
 
 
 @tile_function
-def finish_scores(S, k_tile, v_tile, p, rows, key0, keys):
-    """S^T = scale K Q^T becomes the scores of `keys` keys from key0.
+def score_tile(S, k_tile, v_tile, q_t, p, rows, key0, keys):
+    """S^T = scale K Q^T, capped, with bias and masks: the scores of `keys` keys from key0.
 
-    Keys that a mask or bias hides from every row are zeroed in k_tile and v_tile.
+    The scale multiplies the sum, once: folded into q it could overflow where no score does. Keys
+    that a mask or bias hides from every row are zeroed in k_tile and v_tile.
     """
+    matmul(S, k_tile, q_t, keys, rows.lanes, p.d, S.dtype.type(p.scale))
     if p.softcap != 0:
         _cap(S, keys, rows.lanes, S.dtype.type(p.softcap))
     if p.slopes.address != 0:
@@ -43,7 +45,7 @@ def through_cap(dS, k_tile, q_t, U, p, keys, lanes):
 
     S itself holds P by now, and log(P) does not give tanh back where P is tiny.
     """
-    matmul(U, k_tile, q_t, keys, lanes, p.d, False)
+    matmul(U, k_tile, q_t, keys, lanes, p.d, U.dtype.type(p.scale))
     cap = dS.dtype.type(p.softcap)
     for j in range(keys):
         for i in range(lanes):

@@ -6,23 +6,22 @@ Dao, "FlashAttention-2" (2023), algorithm 1. Rows are lanes: every step is lane-
 
 import numpy as np
 
-from ...plan.cpu import VECTOR_BYTES
+from ...plan.cpu import CHAIN, SLICE, VECTOR_BYTES
 from .elementary import exp
 from .jit import tile_function
-
-CHAIN = 16  # probabilities that are added in one chain
+from .sums import add_row, two_sum
 
 
 @tile_function
-def softmax_step(S, m, l, alpha, m_ref, part, keys, lanes, lazy):
+def softmax_step(S, m, l, rest, alpha, m_ref, part, total, keys, lanes, lazy):
     """One key tile: S becomes P; m, l move on; True if any alpha is not 1.
 
     m_new = max(m, rowmax(S)); m_ref = 0 if m_new == -inf else m_new; alpha = exp(m - m_ref);
-    P = exp(S - m_ref); l = alpha l + rowsum(P).
+    P = exp(S - m_ref); l = alpha l + rowsum(P), kept as l + rest.
     The reference is lazy: it moves only when the maximum passes it by `lazy`. The division by l at
     the end cancels any common reference; P stays below exp(lazy). An error of l is common to a row
-    of out, and delta = rowsum(dO * O) adds it up d_v times: so l is summed in short chains.
-    part, m_ref: room for a row of lanes.
+    of out, and delta = rowsum(dO * O) adds it up d_v times: so l is summed as sums.py says.
+    m_ref, part, total: room for a row of lanes.
     """
     for i in range(lanes):
         m_ref[i] = -np.inf
@@ -36,25 +35,38 @@ def softmax_step(S, m, l, alpha, m_ref, part, keys, lanes, lazy):
         alpha[i] = exp(m[i] - m_ref[i])
         moved = moved or alpha[i] != 1
         m[i] = m_new
-        l[i] = alpha[i] * l[i]
-    for j0 in range(0, keys, CHAIN):
+    if moved:
+        for i in range(lanes):
+            l[i] *= alpha[i]
+            rest[i] *= alpha[i]
+    for start in range(0, keys, SLICE):
+        exponentiate(S, m_ref, start, min(start + SLICE, keys), lanes, total, part)
+        add_row(l, rest, total, lanes)
+    return moved
+
+
+@tile_function
+def exponentiate(S, m_ref, start, end, lanes, total, part):
+    """S = exp(S - m_ref) for the keys start ... end; total = their sum. part: room for a row."""
+    for i in range(lanes):
+        total[i] = 0
+    for j0 in range(start, end, CHAIN):
         for i in range(lanes):
             part[i] = 0
-        for j in range(j0, min(j0 + CHAIN, keys)):
+        for j in range(j0, min(j0 + CHAIN, end)):
             for i in range(lanes):
                 p = exp(S[j, i] - m_ref[i])
                 S[j, i] = p
                 part[i] += p
         for i in range(lanes):
-            l[i] += part[i]
-    return moved
+            total[i] += part[i]
 
 
 @tile_function
-def softmax_row_step(s, m, l, alpha, lane, r, keys, lazy):
+def softmax_row_step(s, m, l, rest, alpha, lane, part, r, keys, lazy):
     """`softmax_step` for row r alone, with its keys along the lanes: s[r, :keys] becomes P.
 
-    lane: room for a row of lanes. True if alpha is not 1.
+    True if alpha is not 1. lane, part: room for a row of lanes.
     """
     width = VECTOR_BYTES // s.itemsize
     padded = (keys + width - 1) // width * width
@@ -71,17 +83,23 @@ def softmax_row_step(s, m, l, alpha, lane, r, keys, lazy):
     m_ref = s.dtype.type(0) if m_new == -np.inf else m_new
     alpha[r] = exp(m[r] - m_ref)
     m[r] = m_new
+    for j in range(padded):
+        s[r, j] = exp(s[r, j] - m_ref)
     for i in range(width):
         lane[i] = 0
-    for j in range(0, padded, width):
+    for j0 in range(0, padded, CHAIN * width):
         for i in range(width):
-            p = exp(s[r, j + i] - m_ref)
-            s[r, j + i] = p
-            lane[i] += p
+            part[i] = 0
+        for j in range(j0, min(j0 + CHAIN * width, padded), width):
+            for i in range(width):
+                part[i] += s[r, j + i]
+        for i in range(width):
+            lane[i] += part[i]
     total = lane[0]
     for i in range(1, width):
         total += lane[i]
-    l[r] = alpha[r] * l[r] + total
+    l[r], lost = two_sum(alpha[r] * l[r], total)
+    rest[r] = alpha[r] * rest[r] + lost
     return alpha[r] != 1
 
 
@@ -94,10 +112,11 @@ def scale_rows(acc, alpha, rows, columns):
 
 
 @tile_function
-def softmax_backward(S, dP, lse, delta, keys, lanes):
+def softmax_backward(S, dP, lse, share, delta, keys, lanes):
     """S becomes P = exp(S - lse), dP becomes dS = P * (dP - delta), 0 wherever S is -inf.
 
     Dao et al., "FlashAttention" (2022), appendix B.2. The select keeps a NaN of a hidden key out.
+    share: a factor of P, 1 but in the rows of normalise.py.
     """
     for j in range(keys):
         for i in range(lanes):
@@ -106,3 +125,12 @@ def softmax_backward(S, dP, lse, delta, keys, lanes):
             ds = p * (dP[j, i] - delta[i])
             S[j, i] = p
             dP[j, i] = 0 if hidden else ds
+    normal = True
+    for i in range(lanes):
+        normal = normal and share[i] == 1
+    if normal:
+        return
+    for j in range(keys):
+        for i in range(lanes):
+            S[j, i] *= share[i]
+            dP[j, i] *= share[i]

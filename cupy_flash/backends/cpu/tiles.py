@@ -74,11 +74,11 @@ def load_keys(tile, tensor, base, key0, keys, columns):
 
 
 @tile_function
-def transpose_tile(tile, source, rows, columns, lanes, factor):
-    """tile[c, r] = factor * source[r, c]; lanes r >= rows are 0."""
+def transpose_tile(tile, source, rows, columns, lanes):
+    """tile[c, r] = source[r, c]; lanes r >= rows are 0."""
     for r in range(rows):
         for c in range(columns):
-            tile[c, r] = source[r, c] * factor
+            tile[c, r] = source[r, c]
     if lanes > rows:
         for c in range(columns):
             tile[c, rows:lanes] = 0

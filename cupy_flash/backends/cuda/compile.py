@@ -1,7 +1,6 @@
 """Compiled kernels: NVRTC through CuPy, once per device and unit, kept in CuPy's cache on disk."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
 import cupy
@@ -10,6 +9,7 @@ from ...console import warn_once
 from ...plan.cuda import kernel_of
 from ...plan.kernel import MOST_BLOCKS, RESIDENT
 from . import source
+from .side_by_side import side_by_side
 from .unit import unit
 
 _functions = {}                 # (device, name, text, bytes of shared memory, target): kernel
@@ -41,9 +41,7 @@ def _unit_of(number, launch):
 def _make(units):
     """The kernels of those that nobody has used yet, side by side: NVRTC takes a core for each."""
     new = [one for one in units if one not in _functions]
-    if new:
-        with ThreadPoolExecutor(len(new)) as pool:
-            _functions.update(zip(new, pool.map(_function, *zip(*new, strict=True)), strict=True))
+    _functions.update(zip(new, side_by_side(_function, new), strict=True))
 
 
 def options(target=""):
