@@ -1,6 +1,7 @@
 """Where a problem runs: the facts about a device that a plan depends on, and the way there."""
 
 import ctypes
+import os
 from dataclasses import dataclass
 from functools import cache
 

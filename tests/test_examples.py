@@ -69,7 +69,7 @@ def test_kernel_density_of_a_cloud_far_from_zero():
         errors.append([a - b for a, b in zip(got, want, strict=True)])
         for name, a, b, error in zip(("value", "gradient"), got, want, errors[0], strict=True):
             assert a.dtype == np.float32
-            assert_as_accurate_as_baseline(name, a, b, b + error)
+            assert_as_accurate_as_baseline(name, a, b, [(b, b + error)])
 
 
 def test_kernel_density_is_near_the_truth(capsys):
