@@ -9,7 +9,7 @@ from cuda_on_cpu.harness import COMPILER, Fibers
 from test_cuda_on_cpu import wide
 from test_cuda_on_cpu_fused import SMALL
 from test_cuda_on_cpu_registers import fibers
-from test_hopper_on_cpu import TWO, padded, short_sequences  # noqa: F401
+from test_hopper_on_cpu import TWO, padded
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 
