@@ -33,7 +33,7 @@ CASES = {
 @pytest.fixture
 def short_pieces(monkeypatch):
     """Pieces of a few tiles, and splits of more than one piece."""
-    monkeypatch.setattr(long_sums, "PIECES", dict.fromkeys(long_sums.PIECES, PIECE))
+    monkeypatch.setattr(long_sums, "PIECE", PIECE)
     monkeypatch.setattr(long_sums, "IN_TENSOR_CORES",
                         dict.fromkeys(long_sums.IN_TENSOR_CORES, 2 * PIECE))
 
@@ -108,11 +108,11 @@ def test_few_keys_and_many_rows_fill_the_gpu(dtype):
     one = replace(problem(dtype, 2**20, 40, dtype), batch=1, heads_q=1, heads_k=1)
     plan = make_plan("backward", one, HOPPER)
     main = next(x for x in plan.launches if x.entry == "backward_fused")
-    assert main.splits == main.tasks == 128
-    assert dict(main.config.constants)["pieces"] == 2**13
+    assert main.splits == main.tasks == 256
+    assert dict(main.config.constants)["pieces"] == 2**11
     sums = sum(b.nbytes for b in plan.workspace if b.name in ("dk_sums", "dv_sums"))
-    assert sums == 128 * 40 * (64 + 64) * (8 if dtype == "float64" else 4)
-    assert long_sums.split_rows(2**20, main.splits) == 2**13
+    assert sums == 256 * 40 * (64 + 64) * (8 if dtype == "float64" else 4)
+    assert long_sums.split_rows(2**20, main.splits) == 2**12
 
 
 LOWEST = float(np.finfo(np.float32).min)

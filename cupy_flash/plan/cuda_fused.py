@@ -86,7 +86,7 @@ class BackwardFused(Candidate):
         if "float64" in (*dtypes, p.dbias_dtype) and p.dtype != "float64":
             return "it takes a float64 bias with float64 alone"
         for tile in self.rows[kind_of(p.dtype, p.precision)]:
-            config = long_sums.tuned(p, self.entry, config_of(p, tile), device)
+            config = long_sums.tuned(p, config_of(p, tile), device)
             need = smem_bytes(config)
             if max(p.d, p.d_v) > tile.d or need > device.smem:
                 continue

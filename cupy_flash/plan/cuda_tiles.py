@@ -80,8 +80,8 @@ class WmmaKernel(Candidate):
         p, smallest = problem, None
         for tile in self.rows[kind_of(p.dtype)]:
             config = config_of(self.entry, p, tile)
-            if self.entry in long_sums.PIECES:
-                config = long_sums.tuned(p, self.entry, config, device)
+            if self.entry == "backward_dkdv":
+                config = long_sums.tuned(p, config, device)
             need = smem_bytes(self.entry, config)
             registers = accumulator_registers(self.entry, config)
             if need <= device.smem and registers <= ACCUMULATOR_REGISTERS:

@@ -13,9 +13,10 @@ from math import ceil
 # measured with values of mean 1, the rule holds up to twice as many.
 IN_TENSOR_CORES = {("float16", True): 2**11, ("bfloat16", True): 2**13,
                    ("float16", False): 2**17, ("bfloat16", False): 2**20}
-# Packed rows that dk and dv are summed over before they move on to sums in memory, by kernel: the
-# general one adds every 16 rows in 3xTF32, the fused one every 32 or 64.
-PIECES = {"backward_dkdv": 2**11, "backward_fused": 2**13}
+# Packed rows that dk and dv are summed over before they move on to sums in memory. Kernels add every
+# 16 to 64 of them: with values of mean 1, float32 rows of dv are off by 4 units then, a baseline's
+# by 2 (H200).
+PIECE = 2**11
 FEW_TILES = 4               # rows are split if less than a quarter of the GPU has a tile of keys
 ALIGNMENT = 128             # splits of the rows begin at tiles of every kernel
 
@@ -41,26 +42,27 @@ def few_tiles(problem, Bc, device):
     """Whether keys are so few and rows so many that most multiprocessors would have no tile."""
     p = problem
     tiles = p.batch * p.heads_k * ceil(p.Nk / Bc)
-    return rows_of_a_key(p) > 2 * max(PIECES.values()) and FEW_TILES * tiles < device.sms
+    return rows_of_a_key(p) > 2 * PIECE and FEW_TILES * tiles < device.sms
 
 
-def tuned(problem, entry, config, device):
+def tuned(problem, config, device):
     """The configuration of a backward kernel, with what the length of its sums asks for."""
-    rows, piece = rows_of_a_key(problem), PIECES[entry]
+    rows = rows_of_a_key(problem)
     fresh = is_fresh(problem, rows)
     rounded = fresh or problem.dtype == problem.accumulator
     extra = (("fresh", 1),) if fresh else ()
-    if (rounded and rows > 2 * piece) or few_tiles(problem, config.Bc, device):
-        extra += (("pieces", piece),)
+    if (rounded and rows > 2 * PIECE) or few_tiles(problem, config.Bc, device):
+        extra += (("pieces", PIECE),)
     return replace(config, constants=(*config.constants, *extra)) if extra else config
 
 
 def splits(problem, config, tasks, device):
     """Parts of the rows of a walk in pieces: enough of them to fill the multiprocessors."""
-    rows = dict(config.constants).get("pieces", 0)
-    if not rows or not tasks:
+    piece, rows = dict(config.constants).get("pieces", 0), problem.group * problem.Nq
+    if not piece or not tasks:
         return 1
-    return max(1, min(2 * device.sms // tasks, ceil(problem.group * problem.Nq / rows)))
+    parts = max(1, min(2 * device.sms // tasks, ceil(rows / piece)))
+    return ceil(rows / split_rows(rows, parts))             # none of them is empty
 
 
 def split_rows(rows, parts):
