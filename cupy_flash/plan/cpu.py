@@ -1,9 +1,9 @@
 """Plans for the CPU: how many tasks, how they are cut, how much scratch a worker needs."""
 
 from dataclasses import replace
-from math import ceil, log
+from math import ceil
 
-from .types import Buffer, Launch, Plan
+from .types import LAZY, Buffer, Launch, Plan
 
 # The micro-kernel: 64 bytes are one AVX-512 register, two of AVX2, four of NEON: LLVM splits the
 # vector. Six rows make 6 (12 with AVX2) independent sums, enough to hide the 4 cycles of an FMA,
@@ -204,11 +204,7 @@ def _fit(problem, config):
     """Tiles no larger than the problem, and the threshold of the lazy reference."""
     lanes = VECTOR_BYTES // _itemsize(problem)
     rows = max(1, ceil(problem.group * problem.Nq / lanes)) * lanes
-    lazy = (
-        log(2) * (30 if problem.accumulator == "float64" else 8)
-        if config.lazy is None
-        else config.lazy
-    )
+    lazy = LAZY if config.lazy is None else config.lazy
     few = problem.group * problem.Nq <= FEW_ROWS
     keys = config.Bc or (KEYS_FOR_FEW_ROWS if few else KEYS)
     in_place = few and _reads_in_place(problem)

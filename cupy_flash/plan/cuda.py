@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from . import cuda_fused, cuda_hopper, cuda_hopper_backward, cuda_registers, cuda_tiles, long_sums
-from .kernel import FRAGMENT, Kernel, Refusal, lazy
-from .types import Buffer, CudaConfig, Launch, Plan
+from .kernel import FRAGMENT, Kernel, Refusal
+from .types import LAZY, Buffer, CudaConfig, Launch, Plan
 
 SPLIT_KEYS = 512        # a split below this costs more in merging than idle multiprocessors
 ROWS_PER_BLOCK = 4      # of delta and combine, one warp each
@@ -204,7 +204,7 @@ def _row_launch(entry, problem, rows, splits, reason):
     if entry == "combine":
         element, precision = problem.accumulator, None
     config = CudaConfig(element, precision, FRAGMENT, FRAGMENT, ROWS_PER_BLOCK, FRAGMENT,
-                        ROWS_PER_BLOCK, features=False, lazy=lazy(problem))
+                        ROWS_PER_BLOCK, features=False, lazy=LAZY)
     return _launch(entry, config, ceil(rows / ROWS_PER_BLOCK), splits, 0, reason)
 
 

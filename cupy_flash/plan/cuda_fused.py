@@ -10,8 +10,8 @@ from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
-from .kernel import FRAGMENT, Candidate, Kernel, Offer, itemsize, kind_of, lazy, total
-from .types import CudaConfig
+from .kernel import FRAGMENT, Candidate, Kernel, Offer, itemsize, kind_of, total
+from .types import LAZY, CudaConfig
 
 # Bytes of structs of the CUDA sources: KeyRange and SeenSpan, ScoreRow by those of a sum, OwnKeys.
 RANGE, SCORE_ROW, OWN_KEYS = 8, {4: 40, 8: 48}, 144
@@ -122,7 +122,7 @@ def config_of(problem, tile):
         d = d_v = max(d, d_v)
     constants = tuple((name, getattr(tile, name)) for name in CONSTANTS)
     return CudaConfig(problem.dtype, problem.precision, d, d_v, tile.Br, tile.Bc, tile.warps,
-                      problem.has_features, lazy(problem), constants)
+                      problem.has_features, LAZY, constants)
 
 
 def warps_across(tile):

@@ -10,8 +10,8 @@ from math import ceil, e, log2, prod
 from typing import NamedTuple
 
 from . import long_sums
-from .kernel import FRAGMENT, RESIDENT, SCALES, Box, Candidate, Offer, lazy, total
-from .types import CudaConfig
+from .kernel import FRAGMENT, RESIDENT, SCALES, Box, Candidate, Offer, total
+from .types import LAZY, CudaConfig
 
 PANEL = 64                  # columns of a tile that lie together, 128 bytes
 CONSUMER, WARP = 64, 16     # rows of a warpgroup and of a warp
@@ -244,7 +244,7 @@ def config_of(problem, row):
     holes = reads_scores(p)
     features = p.has_features or not SCALES[0] <= p.scale <= SCALES[1]
     return CudaConfig(p.dtype, None, d, d_v, row.Br, row.Bc, 4 * (row.Br // 64 + 1), features,
-                      lazy(p), (("blocks", 1), ("wide", int(p.out_dtype != p.dtype)),
+                      LAZY, (("blocks", 1), ("wide", int(p.out_dtype != p.dtype)),
                                ("narrow", narrow(p)), ("holes", int(holes))))
 
 

@@ -19,8 +19,8 @@ from .cuda_hopper import (
     tile_bytes,
     unsupported_arrays,
 )
-from .kernel import ONE_TASK, Candidate, Offer, lazy, total
-from .types import CudaConfig
+from .kernel import ONE_TASK, Candidate, Offer, total
+from .types import LAZY, CudaConfig
 
 CONSUMERS, WARPS = 2, 12    # of a block, with the producer's warps
 STAGES = 2                  # tiles of rows that are in shared memory or on their way
@@ -77,7 +77,7 @@ class HopperBackward(Candidate):
         d = d_v = row.d
         if self.wide:
             d, d_v = (ceil(x / PANEL) * PANEL for x in (problem.d, problem.d_v))
-        return CudaConfig(problem.dtype, None, d, d_v, row.Br, row.Bc, WARPS, False, lazy(problem),
+        return CudaConfig(problem.dtype, None, d, d_v, row.Br, row.Bc, WARPS, False, LAZY,
                           (("blocks", 1),))
 
     def smem_bytes(self, config):

@@ -9,8 +9,8 @@ from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
-from .kernel import FRAGMENT, SCALES, Candidate, Offer, itemsize, kind_of, lazy, total
-from .types import CudaConfig
+from .kernel import FRAGMENT, SCALES, Candidate, Offer, itemsize, kind_of, total
+from .types import LAZY, CudaConfig
 
 
 class Row(NamedTuple):
@@ -133,7 +133,7 @@ def config_of(problem, row):
                  ("together", int(row.together)))
     if long_sums.is_fresh(p, long_sums.keys_of_a_row(p)):
         constants += (("fresh", 1),)
-    return CudaConfig(p.dtype, p.precision, d, d_v, row.Br, row.Bc, row.warps, False, lazy(p),
+    return CudaConfig(p.dtype, p.precision, d, d_v, row.Br, row.Bc, row.warps, False, LAZY,
                       constants)
 
 

@@ -5,7 +5,6 @@ What kernels of different families have in common in being planned is here, too.
 """
 
 from dataclasses import dataclass
-from math import log
 from typing import Any, NamedTuple
 
 from .types import CudaConfig, Refusal
@@ -139,11 +138,6 @@ def kind_of(dtype, precision=None):
 def itemsize(element):
     """Bytes of an element."""
     return {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[element]
-
-
-def lazy(problem):
-    """How far a row's maximum may pass its reference: a factor of 2^8, in float64 of 2^30."""
-    return log(2) * (30 if problem.accumulator == "float64" else 8)
 
 
 def total(pieces):

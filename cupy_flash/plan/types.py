@@ -1,11 +1,16 @@
 """A plan is data: which kernels run, with which tiles, on which scratch memory."""
 
 from dataclasses import dataclass
+from math import log
 
 import numpy as np
 
 from ..device import Device, GpuDevice
 from ..problem import Problem
+
+# How far a row's maximum may pass its reference: by a factor of 2^8. lse = m + ln l is rounded like
+# the larger of the two, so 2^30, which float64 could hold, would cost it three bits.
+LAZY = 8 * log(2)
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,7 @@ class CpuConfig:
     Br, Bc : int
         Packed query rows and keys of a tile; Bc None: the planner's choice.
     lazy : float or None
-        A row's reference moves when its maximum passes it by this much (0: always); None: ln(2^8),
-        in float64 ln(2^30), the thresholds of the GPU kernels.
+        A row's reference moves when its maximum passes it by this much (0: always); None: `LAZY`.
     round_P : bool
         Round P and dS to the input type before their products, as tensor cores must.
     in_place : bool
