@@ -79,11 +79,11 @@ def assert_rows_as_accurate(name, got, want, draws, floor=0.0):
 
     Relative to its own norm, the error of a row is at most twice the baseline's largest among the
     `NEAREST` rows of nearest norm, the baseline rounded to the dtype of `got` and credited with a
-    quarter of a unit; in float32 with half of one, since a GPU adds up an operand from two parts in
-    TF32 even where a row sees one key and the baseline is exact. `max(4, 0.2 %)` of the rows may be
+    quarter of a unit. In float32 it is half of one: a GPU adds up an operand from two parts in TF32
+    even where a row sees one key and the baseline is exact. `max(4, 0.2 %)` of the rows may be
     beyond that: terms cancel in them, and the baseline's luck decides. Rows that are not finite,
-    and those below `CANCELLED`, are left to the rule for the whole array. The parameters are those of
-    `assert_as_accurate_as_baseline`; a floor counts in proportion to the norm.
+    and those below `CANCELLED`, are left to the rule for the whole array. The parameters are those
+    of `assert_as_accurate_as_baseline`; a floor counts in proportion to the norm.
     """
     norm, error = _row_norms(want), _row_norms(got.astype(want.dtype), want)
     seen = np.flatnonzero(norm > CANCELLED * np.fmax.reduce(norm, initial=0))

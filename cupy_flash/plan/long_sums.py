@@ -14,8 +14,8 @@ from math import ceil
 IN_TENSOR_CORES = {("float16", True): 2**11, ("bfloat16", True): 2**13,
                    ("float16", False): 2**17, ("bfloat16", False): 2**20}
 # Packed rows that dk and dv are summed over before they move on to sums in memory. Kernels add
-# every 16 to 64 of them: with values of mean 1, float32 rows of dv are off by 4 units then, a baseline's
-# by 2 (H200).
+# every 16 to 64 of them: with values of mean 1, float32 rows of dv are off by 4 units then, those
+# of a baseline by 2 (H200).
 PIECE = 2**11
 FEW_TILES = 4               # rows are split if less than a quarter of the GPU has a tile of keys
 ALIGNMENT = 128             # splits of the rows begin at tiles of every kernel
