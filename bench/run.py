@@ -96,7 +96,7 @@ def run(options, results):
         for cell, data in with_data(cells, options.seconds):
             fields = measured(cell, data, clock, monitor) | peers.versions()
             del data            # or the next inputs come while these are there
-            names = [name for name, _ in kernels[cell]]
+            names = [name for name, *_ in kernels[cell]]
             fields |= {"kernels": names, "sources": sources_of(names)}
             results.add(**fields)
             lines.append(fields)

@@ -110,13 +110,13 @@ def unsupported_reason(problem, device):
         return "its atomic additions have no order"
     if not p.group or PANEL % p.group:
         return f"a group of {p.group} heads does not fill tiles of rows"
+    if max(p.Nk, p.group * p.Nq) >= MOST_ROWS:
+        return "the sequences are too long to count in 32 bits"
     rows = long_sums.rows_of_a_key(p)
     if long_sums.is_fresh(p, rows):
         return f"sums over {rows} rows in tensor cores lose digits that {p.out_dtype} has"
     if long_sums.few_tiles(p, ROWS[0].Bc, device):
         return f"the tiles of {p.Nk} keys leave most multiprocessors idle"
-    if max(p.Nk, p.group * p.Nq) >= MOST_ROWS:
-        return "the sequences are too long to count in 32 bits"
     return unsupported_arrays(p, ("q", "k", "v", "dout"))
 
 
