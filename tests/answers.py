@@ -31,7 +31,7 @@ class Answer(NamedTuple):
 
 
 class Baseline:
-    """What a plain program in the same dtype returns, for draw after draw of the data.
+    """What a baseline in the same dtype returns, for draw after draw of the data.
 
     The first draw are the `Inputs` themselves; in the others every number has moved by up to two
     units of its last place. That leaves the problem as it is, its scales, its masks, its terms
@@ -104,7 +104,7 @@ def floors(x):
     """What one unit in the last place of every score and of every dP may do to each result.
 
     For problems of a few entries or a few rows that outweigh all others: the largest of a few
-    errors says little, and the plain program may be right by luck. A bound, not an estimate: it
+    errors says little, and the baseline may be right by luck. A bound, not an estimate: it
     is some ten times what usually happens.
     """
     options = {name: value for name, value in x.options.items() if name != "precision"}
