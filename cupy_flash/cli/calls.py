@@ -18,7 +18,8 @@ from cupy_flash.plan import make_plan
 # "tf32" is a precision. What is not among them changes no kernel.
 USUAL = ("causal", "mask", "bias", "softcap", "alibi_slopes", "out_dtype", "deterministic")
 OPTIONS = (*USUAL, "tf32")
-_LENGTHS = (1, 2**16), (48, 48), (128, 128), (200, 4096), (1024, 1024), (4096, 4096), (2**15, 2**15)
+_LENGTHS = ((1, 2**16), (48, 48), (128, 128), (200, 4096), (1024, 1024), (4096, 4096), (2**13, 128),
+            (2**15, 2**15))
 # Batch, query heads, key heads: a single head, many, groups that fill tiles and groups that do not.
 _HEADS = ((1, 1, 1), (4, 32, 32), (2, 32, 8), (2, 24, 8))
 
