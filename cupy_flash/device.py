@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from . import processors
+from .dlpack import capsule_pointer, is_capsule
 
 OLDEST_GPU = 80     # the first tensor cores with bfloat16, TF32 and float64
 
 _VERSIONED = b"dltensor_versioned"
-# Prototypes of our own: the attributes of `ctypes.pythonapi` belong to everybody.
-_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_IsValid", ctypes.pythonapi))
-_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi))
 
 
 @dataclass(frozen=True)
@@ -147,8 +143,8 @@ class _FlagReader:
 
     def __dlpack__(self, **options):
         capsule = self._x.__dlpack__(**options)
-        if _is_valid(capsule, _VERSIONED):
-            flags = ctypes.c_uint64.from_address(_pointer(capsule, _VERSIONED) + 24)
+        if is_capsule(capsule, _VERSIONED):
+            flags = ctypes.c_uint64.from_address(capsule_pointer(capsule, _VERSIONED) + 24)
             self.read_only = bool(flags.value & 1)
         return capsule
 

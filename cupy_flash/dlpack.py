@@ -30,9 +30,9 @@ class _Versioned(ctypes.Structure):
 
 
 # Prototypes of our own: the attributes of `ctypes.pythonapi` belong to everybody.
-_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi))
-_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+is_capsule = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_IsValid", ctypes.pythonapi))
 
 
@@ -62,13 +62,13 @@ def bfloat16_bits(x):
         capsule = x.__dlpack__(max_version=(_VERSION, 0))
     except TypeError:
         capsule = x.__dlpack__()
-    if _is_valid(capsule, b"dltensor_versioned"):
-        managed = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned"))
+    if is_capsule(capsule, b"dltensor_versioned"):
+        managed = _Versioned.from_address(capsule_pointer(capsule, b"dltensor_versioned"))
         if managed.major != _VERSION:
             raise BufferError(f"its DLPack has version {managed.major}, expected {_VERSION}")
         tensor, read_only = managed.tensor, bool(managed.flags & _READ_ONLY)
     else:
-        tensor, read_only = _Tensor.from_address(_pointer(capsule, b"dltensor")), True
+        tensor, read_only = _Tensor.from_address(capsule_pointer(capsule, b"dltensor")), True
     if (tensor.code, tensor.bits, tensor.lanes) != (_BFLOAT, 16, 1):
         raise BufferError(f"elements of {tensor.bits} bits and DLPack's kind {tensor.code}")
     return np.asarray(_Bits(capsule, tensor, read_only))

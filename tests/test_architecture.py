@@ -26,8 +26,8 @@ LAYERS = (
     ("merge",),
     ("checks", "scalars", "axes"),
     ("intake",),
-    ("arrays", "console", "problem", "device", "dlpack", "words", "reference", "_version"),
-    ("processors",),
+    ("arrays", "console", "problem", "device", "words", "reference", "_version"),
+    ("dlpack", "processors"),
 )
 LEVEL = {part: len(LAYERS) - i for i, parts in enumerate(LAYERS) for part in parts}
 # Where the heavy packages may be imported: folders and files of the package.
