@@ -37,22 +37,24 @@ def normalise(lse, share, m, l, rows):
 
 
 @tile_function
+def normalisers_of(p, rows, r, like):
+    """Two numbers of the tile's row r in workspace: lse or m, and the share."""
+    kept = carray(as_pointer(p.normalisers), (p.batch, p.heads_q, p.Nq, 2), like.dtype)
+    row = rows.row0 + r
+    return kept[rows.b, rows.head0 + row % rows.group, row // rows.group]
+
+
+@tile_function
 def keep_normalisers(p, rows, lse, share):
     """Leave them to `dbias`, which sees a few of a row's keys at a time."""
-    kept = carray(as_pointer(p.normalisers), (p.batch, p.heads_q, p.Nq, 2), lse.dtype)
     for r in range(rows.rows):
-        row = rows.row0 + r
-        head, i = rows.head0 + row % rows.group, row // rows.group
-        kept[rows.b, head, i, 0] = lse[r]
-        kept[rows.b, head, i, 1] = share[r]
+        kept = normalisers_of(p, rows, r, lse)
+        kept[0], kept[1] = lse[r], share[r]
 
 
 @tile_function
 def load_normalisers(p, rows, lse, share):
     """What `keep_normalisers` left."""
-    kept = carray(as_pointer(p.normalisers), (p.batch, p.heads_q, p.Nq, 2), lse.dtype)
     for r in range(rows.rows):
-        row = rows.row0 + r
-        head, i = rows.head0 + row % rows.group, row // rows.group
-        lse[r] = kept[rows.b, head, i, 0]
-        share[r] = kept[rows.b, head, i, 1]
+        kept = normalisers_of(p, rows, r, lse)
+        lse[r], share[r] = kept[0], kept[1]
