@@ -156,7 +156,7 @@ def compile_on_cpu(entry, dtype):
     import cupy_flash.backends.cpu as cpu
     from cupy_flash.backends.cpu.params import BackwardParams, ForwardParams
 
-    struct = ForwardParams if entry in ("forward", "combine") else BackwardParams
+    struct = ForwardParams if entry in ("forward_wmma", "combine") else BackwardParams
     cpu.KERNELS[entry](np.zeros(1, struct), np.zeros(1 << 16, dtype), np.zeros(1, np.int64))
 
 

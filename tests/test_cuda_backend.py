@@ -38,14 +38,14 @@ def test_structs_are_laid_out_as_a_compiler_does():
     assert places["Tensor"] == dict(zip(("address", "b", "h", "n", "c", "kind"),
                                         range(0, 48, 8), strict=True))
     assert places["ForwardParams"]["l_partial"] == found["ForwardParams"].itemsize - 8
-    hopper, behind = places["HopperForwardParams"], found["ForwardParams"].itemsize
+    hopper, behind = places["ForwardSm90Params"], found["ForwardParams"].itemsize
     assert hopper["pack"] == behind and hopper["most"] == behind + 28
-    for name in ("HopperForwardParams", "HopperBackwardParams"):
+    for name in ("ForwardSm90Params", "BackwardSm90Params"):
         maps = [place for field, place in places[name].items() if field.endswith("_map")]
         assert maps[0] % 64 == 0 and maps == [*range(maps[0], found[name].itemsize, 128)]
-        base = found[name.removeprefix("Hopper")]
+        base = found[name.replace("Sm90", "")]
         assert {field: places[name][field] for field in base.names} == places[
-            name.removeprefix("Hopper")]
+            name.replace("Sm90", "")]
 
 
 def test_the_unit_is_names_and_numbers():
@@ -267,7 +267,7 @@ def test_overlaps_are_found_without_reading(launches):
         cf.attention(q, k, k, out=fake(np.broadcast_to(memory[:1], (2, 5, 16))))
     interleaved = np.zeros((2, 5, 32), np.float16)
     cf.attention(fake(interleaved[..., :16]), k, k, out=fake(interleaved[..., 16:]))
-    assert launches.names == ["forward_registers_float16_d16_128x64_blocks2_keep_Q1"]
+    assert launches.names == ["forward_sm80_float16_d16_128x64_blocks2_keep_Q1"]
 
 
 def test_lengths_are_not_read(launches):
@@ -294,7 +294,7 @@ def test_a_repeated_call_binds_and_plans_nothing_anew(launches, monkeypatch):
 def test_explain_needs_no_kernel(launches):
     x = fake(np.zeros((2, 3, 300, 64), np.float16))
     text = cf.explain(x, x, fake(np.zeros((2, 3, 300, 64), np.float16, order="F")), causal=True)
-    for part in ("forward:", "backward:", "a pretended H200", "backward_fused: Br 64, Bc 128"):
+    for part in ("forward:", "backward:", "a pretended H200", "backward_sm80: Br 64, Bc 128"):
         assert part in text, part
     assert launches == []
 

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler o
 SEEDS = range(1, 13)
 # The barriers of each kernel.
 BARRIERS = {
-    "forward": {"numbers_written", "tiles_loaded", "scores_written", "scores_finished",
+    "forward_wmma": {"numbers_written", "tiles_loaded", "scores_written", "scores_finished",
                 "seen_found", "P_written", "V_read", "l_written", "memory_free"},
-    "backward_dkdv": {"numbers_written", "lse_loaded", "tiles_loaded", "products_written",
+    "dkdv_wmma": {"numbers_written", "lse_loaded", "tiles_loaded", "products_written",
                       "gradients_written"},
-    "backward_dq": {"numbers_written", "lse_loaded", "tiles_loaded", "products_written",
+    "dq_wmma": {"numbers_written", "lse_loaded", "tiles_loaded", "products_written",
                     "dS_written", "seen_found", "K_cleaned", "tiles_read", "factors_written",
                     "memory_free"},
-    "dbias": {"rows_read", "lse_loaded", "tiles_loaded", "products_written", "sums_written",
+    "dbias_wmma": {"rows_read", "lse_loaded", "tiles_loaded", "products_written", "sums_written",
               "sums_read"},
 }
 
@@ -32,8 +32,8 @@ BARRIERS = {
 def call(dtype, fibers):
     """Every kernel once; what it writes, or None if it did not come to its end."""
     x, out, lse = problem(dtype)
-    results = {"forward": attempt(lambda: fibers.forward(x.q, x.k, x.v, **x.options))}
-    for entry, which in (("backward_dkdv", (1, 2)), ("backward_dq", (0,)), ("dbias", (3,))):
+    results = {"forward_wmma": attempt(lambda: fibers.forward(x.q, x.k, x.v, **x.options))}
+    for entry, which in (("dkdv_wmma", (1, 2)), ("dq_wmma", (0,)), ("dbias_wmma", (3,))):
         fibers.only = {"normalise", "delta", entry}
         g = attempt(lambda: fibers.backward(x.dout, x.q, x.k, x.v, out, lse, **x.options))
         results[entry] = g and [g[i] for i in which]

@@ -111,7 +111,7 @@ def test_the_kernels_for_sm_90a_are_warm():
     """A call of one query, which is not theirs, does not reach them."""
     entries = {launch.entry for launch in calls.launches(
         GPUS["sm_90 with wgmma"], np.dtype(np.float16), 64, 64)}
-    assert {"hopper_forward", "hopper_backward", "forward_registers", "combine"} <= entries
+    assert {"forward_sm90", "backward_sm90", "forward_sm80", "combine"} <= entries
 
 
 def test_options_restrict_what_is_compiled():

@@ -6,12 +6,12 @@
 namespace cf {
 
 template <typename Config>
-struct BackwardDkdvTraits : GradientTraits<Config, Keeps::P_and_dS> {
+struct DkdvWmmaTraits : GradientTraits<Config, Keeps::P_and_dS> {
   static constexpr int smem_bytes = GradientTraits<Config, Keeps::P_and_dS>::common_bytes;
 };
 
 template <typename Config>
-struct BackwardDqTraits : GradientTraits<Config, Keeps::dS> {
+struct DqWmmaTraits : GradientTraits<Config, Keeps::dS> {
   static constexpr int smem_bytes =
       GradientTraits<Config, Keeps::dS>::common_bytes + Config::Bc * int(sizeof(int));   // + seen
 };
@@ -69,7 +69,7 @@ CF_DEVICE void backward_keys(const BackwardParams& p,
 
 // Tasks: tiles of keys of a key head, each once per split of the rows.
 template <typename Config>
-CF_DEVICE void backward_dkdv(const BackwardParams& p) {
+CF_DEVICE void dkdv_wmma(const BackwardParams& p) {
   CF_DYNAMIC_SHARED(memory);
   const GradientTiles<Config, Keeps::P_and_dS> t(memory);
   const Where<Config> where = find_where<Config>(t.S);
@@ -126,7 +126,7 @@ CF_DEVICE void backward_rows(const BackwardParams& p, const GradientTiles<Config
 
 // Tasks: tiles of query rows of a key head.
 template <typename Config>
-CF_DEVICE void backward_dq(const BackwardParams& p) {
+CF_DEVICE void dq_wmma(const BackwardParams& p) {
   CF_DYNAMIC_SHARED(memory);
   const GradientTiles<Config, Keeps::dS> t(memory);
   const Where<Config> where = find_where<Config>(t.S);

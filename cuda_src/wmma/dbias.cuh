@@ -10,7 +10,7 @@
 namespace cf {
 
 template <typename Config>
-struct DbiasTraits : GradientTraits<Config, Keeps::none> {
+struct DbiasWmmaTraits : GradientTraits<Config, Keeps::none> {
   using A = accumulator<typename Config::element>;
   static constexpr int smem_bytes = GradientTraits<Config, Keeps::none>::common_bytes
                                     + tile_bytes<A>(Config::Br, Config::Bc);               // + sums
@@ -102,7 +102,7 @@ CF_DEVICE void store_sums(const BackwardParams& p, const DbiasTiles<Config>& t, 
 
 // Tasks: tiles of dbias.
 template <typename Config>
-CF_DEVICE void dbias(const BackwardParams& p) {
+CF_DEVICE void dbias_wmma(const BackwardParams& p) {
   CF_DYNAMIC_SHARED(memory);
   const DbiasTiles<Config> t(memory);
   const int64 tiles_q = ceil_div(p.Nbias_q, int64(Config::Br));

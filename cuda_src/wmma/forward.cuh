@@ -1,14 +1,14 @@
 // The forward kernel. Dao, "FlashAttention-2" (2023), algorithm 1.
 #pragma once
 
-#include "../tile/softmax.cuh"
-#include "../tile/split.cuh"
+#include "../attention/softmax.cuh"
+#include "../attention/split.cuh"
 #include "store.cuh"
 
 namespace cf {
 
 template <typename Config>
-struct ForwardTraits {
+struct ForwardWmmaTraits {
   using T = typename Config::element;
   using A = accumulator<T>;
   static constexpr int side = ptx::Wmma<T>::side;
@@ -26,7 +26,7 @@ struct ForwardTraits {
 
 // Shared memory of a block.
 template <typename Config>
-struct ForwardTiles {
+struct ForwardWmmaTiles {
   using T = typename Config::element;
   using A = accumulator<T>;
   T* Q;        // [Br, d]
@@ -38,14 +38,14 @@ struct ForwardTiles {
   KeyRange* ranges;  // [Br]
   int* seen;   // [Bc]
 
-  CF_DEVICE explicit ForwardTiles(unsigned char* memory) {
+  CF_DEVICE explicit ForwardWmmaTiles(unsigned char* memory) {
     Carver carver{memory};
     Q = carver.take<T>(tile_bytes<T>(Config::Br, Config::d));
     K = carver.take<T>(tile_bytes<T>(Config::Bc, Config::d));
     V = carver.take<T>(tile_bytes<T>(Config::Bc, Config::d_v));
     S = carver.take<A>(tile_bytes<A>(Config::Br, Config::Bc));
     P = reinterpret_cast<T*>(S);
-    if constexpr (ForwardTraits<Config>::own_P) {
+    if constexpr (ForwardWmmaTraits<Config>::own_P) {
       P = carver.take<T>(tile_bytes<T>(Config::Br, Config::Bc));
     }
     alpha = carver.take<A>(Config::Br * int(sizeof(A)));
@@ -56,7 +56,7 @@ struct ForwardTiles {
 
 // S: q.k -> scores, for the keys key0 ... of this tile.
 template <typename Config>
-CF_DEVICE void score_tile(const ForwardTiles<Config>& t, const Params& p, const Rows& rows,
+CF_DEVICE void score_tile(const ForwardWmmaTiles<Config>& t, const Params& p, const Rows& rows,
                           int64 key0) {
   using T = accumulator<typename Config::element>;
   for (int r = Own<Config>::row(); r < Config::Br; r += Own<Config>::row_step) {
@@ -71,7 +71,7 @@ CF_DEVICE void score_tile(const ForwardTiles<Config>& t, const Params& p, const 
 
 // S -> P and alpha for all rows of the tile.
 template <typename Config, typename T>
-CF_DEVICE void softmax_tile(const ForwardTiles<Config>& t, Statistics<Config>& state, T lazy) {
+CF_DEVICE void softmax_tile(const ForwardWmmaTiles<Config>& t, Statistics<Config>& state, T lazy) {
 #pragma unroll
   for (int i = 0; i < Own<Config>::rows; ++i) {
     const int r = Own<Config>::row() + i * Own<Config>::row_step;
@@ -85,8 +85,9 @@ CF_DEVICE void softmax_tile(const ForwardTiles<Config>& t, Statistics<Config>& s
 
 // lse, and 1 / l into t.alpha; 0 for rows that see no key and rows behind q_lens.
 template <typename Config>
-CF_DEVICE void finish_rows(const ForwardParams& p, const ForwardTiles<Config>& t, const Rows& rows,
-                           const Statistics<Config>& state, int64 split, int count) {
+CF_DEVICE void finish_rows(const ForwardParams& p, const ForwardWmmaTiles<Config>& t,
+                           const Rows& rows, const Statistics<Config>& state, int64 split,
+                           int count) {
   using T = accumulator<typename Config::element>;
 #pragma unroll
   for (int i = 0; i < Own<Config>::rows; ++i) {
@@ -100,7 +101,7 @@ CF_DEVICE void finish_rows(const ForwardParams& p, const ForwardTiles<Config>& t
 
 // The packed rows row0 ... row0 + Br of one key head, over the keys of one split.
 template <typename Config>
-CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& t,
+CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardWmmaTiles<Config>& t,
                             const Where<Config>& where, int64 b, int64 head_k, int64 row0,
                             int64 split) {
   using T = accumulator<typename Config::element>;
@@ -150,9 +151,9 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& 
 
 // Tasks: tiles of query rows of a key head, each once per split of the keys.
 template <typename Config>
-CF_DEVICE void forward(const ForwardParams& p) {
+CF_DEVICE void forward_wmma(const ForwardParams& p) {
   CF_DYNAMIC_SHARED(memory);
-  const ForwardTiles<Config> t(memory);
+  const ForwardWmmaTiles<Config> t(memory);
   const Where<Config> where = find_where<Config>(t.S);
   const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {

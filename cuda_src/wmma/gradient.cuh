@@ -5,9 +5,9 @@
 // gradient has one writer and a fixed order of sums, without atomics and without workspace.
 #pragma once
 
-#include "../delta.cuh"
-#include "../tile/long_sums.cuh"
-#include "../tile/softmax.cuh"
+#include "../rows/delta.cuh"
+#include "../attention/long_sums.cuh"
+#include "../attention/softmax.cuh"
 #include "store.cuh"
 
 namespace cf {

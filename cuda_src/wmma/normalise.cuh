@@ -1,13 +1,13 @@
 // The normalisers of rows with a large lse: the sums of the forward pass once more, without values.
 #pragma once
 
-#include "../tile/normaliser.cuh"
+#include "../attention/normaliser.cuh"
 #include "forward.cuh"
 
 namespace cf {
 
 template <typename Config>
-struct NormaliseTraits : ForwardTraits<Config> {};
+struct NormaliseTraits : ForwardWmmaTraits<Config> {};
 
 // lse and 0 for each row of the tile; whether one of them is large.
 template <typename Config>
@@ -46,7 +46,7 @@ CF_DEVICE void keep_sums(const BackwardParams& p, const Rows& rows,
 
 // The packed rows row0 ... row0 + Br of one key head.
 template <typename Config>
-CF_DEVICE void normalise_tile(const BackwardParams& p, const ForwardTiles<Config>& t, int64 b,
+CF_DEVICE void normalise_tile(const BackwardParams& p, const ForwardWmmaTiles<Config>& t, int64 b,
                               int64 head_k, int64 row0) {
   constexpr int Bc = Config::Bc;
   using T = accumulator<typename Config::element>;
@@ -77,7 +77,7 @@ CF_DEVICE void normalise_tile(const BackwardParams& p, const ForwardTiles<Config
 template <typename Config>
 CF_DEVICE void normalise(const BackwardParams& p) {
   CF_DYNAMIC_SHARED(memory);
-  const ForwardTiles<Config> t(memory);
+  const ForwardWmmaTiles<Config> t(memory);
   const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
     const int64 tile = task % tiles, sequence = task / tiles;

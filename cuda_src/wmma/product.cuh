@@ -9,9 +9,9 @@
 #pragma once
 
 #include "../ptx/mma.cuh"
-#include "../tile/chain.cuh"
-#include "../tile/long_sums.cuh"
-#include "../tile/tiles.cuh"
+#include "../attention/chain.cuh"
+#include "../attention/long_sums.cuh"
+#include "../attention/tiles.cuh"
 
 namespace cf {
 

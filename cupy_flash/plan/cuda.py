@@ -3,7 +3,14 @@
 from dataclasses import dataclass, replace
 from math import ceil
 
-from . import cuda_fused, cuda_hopper, cuda_hopper_backward, cuda_registers, cuda_tiles, long_sums
+from . import (
+    cuda_backward_sm80,
+    cuda_backward_sm90,
+    cuda_forward_sm80,
+    cuda_forward_sm90,
+    cuda_wmma,
+    long_sums,
+)
 from .kernel import FRAGMENT, Kernel, Refusal
 from .types import LAZY, Buffer, CudaConfig, Launch, Plan
 
@@ -12,12 +19,12 @@ ROWS_PER_BLOCK = 4      # of delta and combine, one warp each
 
 # All kernels. Of those that compute a pass the first that offers to is taken.
 KERNELS = (
-    *cuda_hopper.KERNELS, *cuda_hopper_backward.KERNELS,
-    *cuda_registers.KERNELS, *cuda_fused.KERNELS,
-    *cuda_tiles.KERNELS,
-    Kernel("combine", "combine.cuh", "ForwardParams"),
-    Kernel("delta", "delta.cuh", "BackwardParams"),
-    Kernel("backward_sum", "backward_sum.cuh", "BackwardParams"),
+    *cuda_forward_sm90.KERNELS, *cuda_backward_sm90.KERNELS,
+    *cuda_forward_sm80.KERNELS, *cuda_backward_sm80.KERNELS,
+    *cuda_wmma.KERNELS,
+    Kernel("combine", "rows/combine.cuh", "ForwardParams"),
+    Kernel("delta", "rows/delta.cuh", "BackwardParams"),
+    Kernel("backward_sum", "rows/backward_sum.cuh", "BackwardParams"),
 )
 _BY_ENTRY = {kernel.entry: kernel for kernel in KERNELS}
 
@@ -129,17 +136,17 @@ def _plan_one_walk(problem, device, main, around, tuning):
     launches, workspace = _normalise(p, device, tuning)
     prepare = replace(around, features=bool(launches))
     launches += [
-        _launch("backward_prepare", prepare, tiles, 1, 0, "lse and delta by tiles, zeros for dq"),
+        _launch("backward_preprocess", prepare, tiles, 1, 0, "lse, delta by tiles, zeros for dq"),
         main,
-        _launch("backward_finish", around, tiles, 1, 0, "dq from its sums"),
+        _launch("backward_postprocess", around, tiles, 1, 0, "dq from its sums"),
     ]
-    state, sums = cuda_fused.workspace(p, main.config)
+    state, sums = cuda_backward_sm80.workspace(p, main.config)
     more, buffers = _sum_of_splits(p, main)
     launches += more
     workspace += [Buffer("state", state, p.accumulator), Buffer("dq_sums", sums, p.accumulator),
                   *buffers]
-    if p.bias_shape and 0 not in p.bias_shape and not cuda_fused.writes_dbias(p):
-        launches += [_delta(p), _part("dbias", p, device, tuning)]
+    if p.bias_shape and 0 not in p.bias_shape and not cuda_backward_sm80.writes_dbias(p):
+        launches += [_delta(p), _part("dbias_wmma", p, device, tuning)]
         workspace.append(_delta_buffer(p))
     return launches, workspace
 
@@ -149,7 +156,7 @@ def _plan_general_backward(problem, device, main, tuning):
     p = problem
     launches, workspace = _normalise(p, device, tuning)
     more, buffers = _sum_of_splits(p, main)
-    parts = ["backward_dq", "dbias"] if p.bias_shape else ["backward_dq"]
+    parts = ["dq_wmma", "dbias_wmma"] if p.bias_shape else ["dq_wmma"]
     launches += [_delta(p), main, *more, *(_part(x, p, device, tuning) for x in parts)]
     workspace += [_delta_buffer(p), *buffers]
     return launches, workspace

@@ -25,8 +25,8 @@ from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.device import GpuDevice
 from cupy_flash.plan import make_plan, tuned
 from cupy_flash.plan.cuda import KERNELS, kernel_of
-from cupy_flash.plan.cuda_fused import FusedTile
-from cupy_flash.plan.cuda_tiles import Tile
+from cupy_flash.plan.cuda_backward_sm80 import FusedTile
+from cupy_flash.plan.cuda_wmma import Tile
 from cupy_flash.plan.kernel import ONE_TASK
 
 HERE = Path(__file__).parent
@@ -79,11 +79,11 @@ def compile_unit(stem, text, name, params, flags):
 
 def kernels_with(Br, Bc, warps, registers, hopper, fused):
     """All kernels, with these tiles instead of those of their tables, for problems of any size."""
-    changes = {"forward_registers": {"rows": (registers,) if registers else ()},
-               "backward_fused": {"rows": (FusedTile(256, *fused, 1, "of a test"),) if fused
+    changes = {"forward_sm80": {"rows": (registers,) if registers else ()},
+               "backward_sm80": {"rows": (FusedTile(256, *fused, 1, "of a test"),) if fused
                                   else ()},
-               "hopper_forward": {"rows": (hopper,), "fewest_rows": 1, "many_keys": 10**6}}
-    for entry in ("forward", "backward_dkdv", "backward_dq", "dbias", "normalise"):
+               "forward_sm90": {"rows": (hopper,), "fewest_rows": 1, "many_keys": 10**6}}
+    for entry in ("forward_wmma", "dkdv_wmma", "dq_wmma", "dbias_wmma", "normalise"):
         changes[entry] = {"rows": (Tile(Br, Bc, warps, "of a test"),)}
     for entry, change in changes.items():
         if isinstance(kernel_of(entry).rows, dict):     # one row for all types
@@ -141,9 +141,9 @@ class Fibers:
         Bytes of shared memory that blocks get less than they ask for.
     flags : tuple of str
         For the compiler.
-    registers : cuda_registers.Row or tuple ()
+    registers : cuda_forward_sm80.Row or tuple ()
         The row of the forward kernel in registers; without one the general kernels serve.
-    hopper : cuda_hopper.Row or None
+    hopper : cuda_forward_sm90.Row or None
         The row of the kernel for sm_90a; without one it does not serve.
     fused : tuple of int
         Br, Bc, warps, roles, parts and stages of the fused backward kernel; the same without.

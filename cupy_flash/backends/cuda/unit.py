@@ -98,5 +98,5 @@ def kernel_named(name):
 
 
 def traits_of(entry):
-    """The C++ name of an entry's traits: backward_dq -> BackwardDqTraits."""
+    """The C++ name of an entry's traits: dq_wmma -> DqWmmaTraits."""
     return "".join(word.capitalize() for word in entry.split("_")) + "Traits"
