@@ -75,7 +75,7 @@ def problem(dtype, Nq, Nk, out_dtype, **options):
 def main_launch(direction, *args, **options):
     plan = make_plan(direction, problem(*args, **options), HOPPER)
     return next(x for x in plan.launches
-                if x.entry not in ("backward_preprocess", "delta", "combine"))
+                if x.entry not in ("backward_preprocess", "combine"))
 
 
 @pytest.mark.parametrize("dtype, out_dtype, most", [

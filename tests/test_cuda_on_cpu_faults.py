@@ -34,7 +34,7 @@ def call(dtype, fibers):
     x, out, lse = problem(dtype)
     results = {"forward_wmma": attempt(lambda: fibers.forward(x.q, x.k, x.v, **x.options))}
     for entry, which in (("dkdv_wmma", (1, 2)), ("dq_wmma", (0,)), ("dbias_wmma", (3,))):
-        fibers.only = {"normalise", "delta", entry}
+        fibers.only = {"normalise", "backward_preprocess", entry}
         g = attempt(lambda: fibers.backward(x.dout, x.q, x.k, x.v, out, lse, **x.options))
         results[entry] = g and [g[i] for i in which]
     return results
@@ -69,7 +69,7 @@ def right(dtype):
 def test_every_barrier_is_known():
     _, barriers = right("float32")
     assert {entry: set(barriers[entry]) for entry in BARRIERS} == BARRIERS
-    assert not barriers["delta"]
+    assert not barriers["backward_preprocess"]
 
 
 DOUBLED = """\

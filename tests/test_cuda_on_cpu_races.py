@@ -97,7 +97,7 @@ class Form(NamedTuple):
         """Its races, what it returns (None if it did not come to its end), and its barriers."""
         x = problem(**self.case)
         fibers = Watched(grid=1, **self.options, **options)
-        fibers.only = {self.entry, "delta", "normalise", "backward_preprocess"}
+        fibers.only = {self.entry, "normalise", "backward_preprocess"}
         try:
             if "forward" in self.entry:
                 results = fibers.forward(x.q, x.k, x.v, **x.options)

@@ -62,7 +62,7 @@ def test_results_in_float32_compile_too():
 @pytest.mark.parametrize("d, d_v", WIDTHS)
 def test_bias_and_mask_compile_too(d, d_v):
     launch, _, log = compile_row(d, d_v, bias_shape=(1, 1, 1000, 3000), has_mask=True)
-    assert "_holes1" in launch_name(launch) and launch.config.features and "C75" not in log
+    assert "_mask" in launch_name(launch) and launch.config.options and "C75" not in log
     assert launch.config.Br == 128 and nvrtc.resources(log)["spill_stores"] <= 2 * SPILLED[128]
 
 
@@ -94,7 +94,7 @@ def launch_name(launch):
 @pytest.mark.parametrize("d, d_v", WIDTHS)
 def test_softcap_and_alibi_compile_too(d, d_v):
     launch, _, log = compile_row(d, d_v, softcap=10.0, has_alibi=True)
-    assert launch.config.features and "C75" not in log
+    assert launch.config.options and "C75" not in log
     assert nvrtc.resources(log)["spill_stores"] <= SPILLED[launch.config.Br]
 
 
@@ -184,9 +184,9 @@ def test_what_it_cannot_do_goes_elsewhere_and_is_said(changes, words):
 def test_bias_and_mask_are_read_beside_the_products(changes):
     (launch,) = make_plan("forward", problem(**changes), HOPPER).launches
     constants = dict(launch.config.constants)
-    assert launch.entry == "forward_sm90" and constants["holes"] == 1
+    assert launch.entry == "forward_sm90" and constants["scaled"] == 1
     (plain,) = make_plan("forward", problem(Nq=3000), HOPPER).launches
-    assert dict(plain.config.constants)["holes"] == 0 and plain.config.Br == 192
+    assert dict(plain.config.constants)["scaled"] == 0 and plain.config.Br == 192
     (launch,) = make_plan("forward", problem(**changes, Nq=3000), HOPPER).launches
     assert launch.config.Br == 128
 

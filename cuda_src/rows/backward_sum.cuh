@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../convert.cuh"
-#include "../attention/long_sums.cuh"
+#include "../attention/workspace.cuh"
 
 namespace cf {
 

@@ -6,7 +6,6 @@
 // which is added to sums in global memory.
 #pragma once
 
-#include "../attention/order.cuh"
 #include "roles.cuh"
 #include "store.cuh"
 
@@ -128,13 +127,12 @@ CF_DEVICE const accumulator<typename Config::element>* stage_gradient(
 // stage, or as soon as nobody reads what it replaces.
 template <typename Config, typename Gradient>
 CF_DEVICE void add_tile(Gradient& g, const Walk<Config>& walk,
-                        const Exponential<Config>& exponential, int tile, int end, int stage) {
+                        accumulator<typename Config::element> scale, int tile, int end,
+                        int stage) {
   using Traits = BackwardSm80Traits<Config>;
   const StepOf<Config> step(walk.p, walk.t, tile, stage, !walk.whole(tile));
-  if constexpr (Config::features) {
-    if (step.holes) forget_blind_rows<Config>(walk.t, stage);
-  }
-  step.add_own(g, exponential, [&] {
+  if constexpr (hides_any<Config>()) forget_blind_rows<Config>(walk.t, stage);
+  step.add_own(g, scale, [&] {
     if (Config::stages > 1 && tile + 1 < end) walk.copy_rows(tile + 1, 1 - stage);
     if (Config::stages == 1 && !Traits::own && tile + 1 < end) {
       walk.template copy_rows<false, true>(tile + 1, 0);          // lse and delta are read, too
@@ -169,7 +167,10 @@ CF_DEVICE void add_rows(Gradient& g, const BackwardParams& p, const FusedTiles<C
   using Traits = BackwardSm80Traits<Config>;
   const OwnKeys& own = *t.own;
   const Walk<Config> walk = {p, t, own};
-  const Exponential<Config> exponential(p, own);
+  // A float of shared memory where it is enough: converted from the parameter, it would be so anew
+  // in each step.
+  using A = accumulator<typename Config::element>;
+  const A scale = sizeof(A) == 8 ? A(p.scale) : A(own.scale);
   const int first = int(own.first / Config::Br), end = int(ceil_div(own.end, int64(Config::Br)));
   walk.copy_keys();
   walk.template copy_rows<true, true, Traits::compact>(first, 0);
@@ -185,7 +186,7 @@ CF_DEVICE void add_rows(Gradient& g, const BackwardParams& p, const FusedTiles<C
       walk.await_rows(stage);
       ptx::sync_block("rows_ready");                    // Q and dO, first also K and V
     }
-    add_tile<Config>(g, walk, exponential, tile, end, stage);
+    add_tile<Config>(g, walk, scale, tile, end, stage);
     if constexpr (Config::stages > 1) stage = 1 - stage;
   }
 }
@@ -203,7 +204,7 @@ CF_DEVICE void store_gradient(const BackwardParams& p, const Tensor& t, uint64 s
     add_rows_to<Config, width>(sums_of<A>(p, sums, columns, split, own.head), own, columns,
                                piece.first, tile);
   } else {
-    const uint64 base = t.address + own.head / p.heads_k * t.b + own.head % p.heads_k * t.h;
+    const uint64 base = head_address(t, own.head / p.heads_k, own.head % p.heads_k);
     write_rows<Config, width>(t, base, own, columns, tile);
   }
 }
@@ -220,13 +221,11 @@ CF_DEVICE void fused_keys(const BackwardParams& p, const FusedTiles<Config>& t, 
   GradientOf<Config> g = {};
   const OwnKeys& own = *t.own;
   if (own.first < own.end) add_rows(g, p, t);
-  if constexpr (Config::features) {
-    if (writes_dbias(p)) {
-      const int first = int(own.first / Config::Br);
-      clear_dbias<Config>(p, own, first,
-                          own.first < own.end ? int(ceil_div(own.end, int64(Config::Br))) : first,
-                          piece);
-    }
+  if constexpr (Config::dbias) {
+    const int first = int(own.first / Config::Br);
+    clear_dbias<Config>(p, own, first,
+                        own.first < own.end ? int(ceil_div(own.end, int64(Config::Br))) : first,
+                        piece);
   }
   const int part = Share<Config>::part();
   store_gradient<Config, Config::d>(p, p.dk, p.dk_sums, int(p.d), own, piece, split, g.dk(),
@@ -242,12 +241,9 @@ CF_DEVICE void backward_sm80(const BackwardParams& p) {
   const FusedTiles<Config> t(memory);
   const int64 tiles = ceil_div(p.Nk, int64(Config::Bc));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
-    const int64 i = has_pieces<Config>() ? task / p.row_splits : task;
-    const int64 split = has_pieces<Config>() ? task % p.row_splits : 0;
-    const Turn turn = turn_of(p, i, tiles);             // the first causal keys are seen most
-    walk_pieces<Config>(p, split, [&](const RowPiece& piece) {
-      fused_keys<Config>(p, t, turn.sequence / p.heads_k, turn.sequence % p.heads_k,
-                         turn.tile * Config::Bc, piece, split, memory);
+    const SplitTile at = split_tile(p, task, has_pieces<Config>() ? p.row_splits : 1, tiles, false);
+    walk_pieces<Config>(p, at.split, [&](const RowPiece& piece) {
+      fused_keys<Config>(p, t, at.b, at.head_k, at.tile * Config::Bc, piece, at.split, memory);
       ptx::sync_block("memory_free");                   // for the next piece or task
     });
   }

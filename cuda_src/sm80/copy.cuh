@@ -5,7 +5,7 @@
 // then is the tile complete for all.
 #pragma once
 
-#include "../attention/tiles.cuh"
+#include "../attention/sequence.cuh"
 #include "fragment.cuh"
 
 namespace cf {

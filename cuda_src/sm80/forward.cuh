@@ -3,12 +3,18 @@
 // Dao, "FlashAttention-2" (2023), algorithm 1.
 #pragma once
 
-#include "../attention/order.cuh"
-#include "../attention/split.cuh"
+#include "../attention/schedule.cuh"
 #include "forward_warp.cuh"
 #include "store.cuh"
 
 namespace cf {
+
+// A row at its end, from m of scores q.k.
+template <typename Config, typename T>
+CF_DEVICE RowEnd<T> end_of(const ForwardParams& p, const Rows& rows, int r, T m, T l) {
+  return finish_row<Config>(p, rows.head0 + rows.packed.head(r), r < rows.rows,
+                            ptx::multiply(T(p.scale), m), l);
+}
 
 // lse of the warp's rows, -inf of those that see nothing and those behind q_lens. The
 // four lanes that have a row in common share out their rows.
@@ -29,9 +35,7 @@ CF_DEVICE void store_lse(const ForwardWarp<Config>& warp, const ForwardParams& p
     }
     const int r = row0 + (i + own) * 8;
     if (i + own < 2 * warp.fragments && r < count) {
-      const T l_real = r < rows.rows ? l : T(0);
-      // The score is rounded as in the backward pass, or large ones and their lse would not cancel.
-      store_m_and_l(p, rows, r, split, ptx::multiply(T(p.scale), m), l_real);
+      store_end(p, rows, r, split, end_of<Config>(p, rows, r, m, l));
     }
   }
 }
@@ -53,8 +57,8 @@ CF_DEVICE void store_warp(ForwardWarp<Config>& warp, const ForwardSm80Tiles<Conf
   T factor[2 * Traits::fragments];
 #pragma unroll
   for (int i = 0; i < 2 * Traits::fragments; ++i) {
-    const T l = row0 + i * 8 + lane_row() < rows.rows ? warp.softmax.l[i / 2][i % 2] : T(0);
-    factor[i] = l != T(0) ? reciprocal<U>(l) : T(0);
+    factor[i] = end_of<Config>(p, rows, row0 + i * 8 + lane_row(), warp.softmax.m[i / 2][i % 2],
+                               warp.softmax.l[i / 2][i % 2]).factor;
   }
   forget_unseen_rows<Config>(warp.acc, factor);
   U* const part = t.Q + row0 * pitch;
@@ -176,11 +180,7 @@ struct ForwardWalk {
     const bool any = plain || task.own.any(key0, Bc);
     if (any) warp.template multiply_keys<often>(scores);
     if (!plain && any && !task.own.all(key0, Bc)) {
-      if (key0 >= task.own.inner_first) {
-        warp.template hide<false>(scores, task.keys, task.rows, key0);
-      } else {
-        warp.template hide<true>(scores, task.keys, task.rows, key0);
-      }
+      warp.hide(scores, task.keys, task.rows, key0);
     }
     if constexpr (Traits::parts == 2) moves = warp.softmax.find_top(scores, any, top);
     ptx::wait_for_copies<0>("V_copied");
@@ -283,8 +283,7 @@ CF_DEVICE void forward_sm80_tile(const ForwardParams& p,
   const TileKeys keys(p, rows, split * p.split_keys, (split + 1) * p.split_keys);
   const ForwardTask known = {rows, keys, SeenKeys(keys, rows, 0, Br),
                              SeenKeys(keys, rows, t.row0(), Traits::rows),
-                             p.k.address + b * p.k.b + head_k * p.k.h,
-                             p.v.address + b * p.v.b + head_k * p.v.h, split};
+                             head_address(p.k, b, head_k), head_address(p.v, b, head_k), split};
   ForwardTask task = known;
   ptx::keep_in_memory(task);       // before there are copies to wait behind
   if (p.vector_bytes == 16 && p.group == 1) {
@@ -321,11 +320,8 @@ CF_DEVICE void forward_sm80(const ForwardParams& p) {
   const ForwardSm80Tiles<Config> t(memory);
   const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
-    const int64 i = p.splits == 1 ? task : task / p.splits, split = task - i * p.splits;
-    const Turn turn = turn_of(p, i, tiles);
-    const int64 tile = tiles - 1 - turn.tile;           // the last causal rows see most keys
-    const int64 b = turn.sequence / p.heads_k, head_k = turn.sequence - b * p.heads_k;
-    forward_sm80_tile<Config>(p, t, b, head_k, tile * Config::Br, split);
+    const SplitTile at = split_tile(p, task, p.splits, tiles, true);
+    forward_sm80_tile<Config>(p, t, at.b, at.head_k, at.tile * Config::Br, at.split);
     ptx::sync_block("memory_free");                     // for the next task
   }
 }

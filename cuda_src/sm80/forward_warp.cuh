@@ -2,6 +2,7 @@
 #pragma once
 
 #include "copy.cuh"
+#include "../attention/score.cuh"
 #include "online.cuh"
 
 namespace cf {
@@ -129,26 +130,16 @@ struct ForwardWarp {
     add_small<Config>(scores, sums);
   }
 
-  // Hides what a row does not see: keys behind its end and, if `before`, those before its first.
-  template <bool before>
+  // Hides what a row does not see.
   static CF_DEVICE void hide(S& scores, const TileKeys& keys_of, const Rows& rows, int key0) {
-    const int corner = key0 + Tiles::key0() + lane_column();
+    KeyRange ranges[2 * fragments];
 #pragma unroll
     for (int i = 0; i < 2 * fragments; ++i) {
-      const int r = Tiles::row0() + i * 8 + lane_row();
-      const KeyRange seen = keys_of.of_row(rows, r);
-      const int first = seen.first - corner, end = seen.end - corner;
-#pragma unroll
-      for (int j = 0; j < keys; ++j) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const int key = j * 16 + column_step(e);
-          if (row_step(e) == i % 2 * 8 && (key >= end || (before && key < first))) {
-            scores[i / 2][j].x[e] = -inf<typename F::Sum>();
-          }
-        }
-      }
+      ranges[i] = keys_of.of_row(rows, Tiles::row0() + i * 8 + lane_row());
     }
+    const QueriesAsRows<typename F::Sum, KeyRange, fragments, keys, 1> view = {
+        ranges, key0 + Tiles::key0() + lane_column()};
+    hide_keys(scores, view, -inf<typename F::Sum>());
   }
 
   // From S to acc += P V of the warp's own keys, summed in acc itself. The exponentials of the next

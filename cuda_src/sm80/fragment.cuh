@@ -2,11 +2,11 @@
 // the way from an accumulator to the operand of the next product. ptx/mma.cuh has the layouts.
 #pragma once
 
+#include "../attention/sums.cuh"
 #include "../convert.cuh"
 #include "../ptx/mma.cuh"
 #include "../ptx/shared.cuh"
-#include "../attention/chain.cuh"
-#include "../attention/long_sums.cuh"
+#include "../view/accumulators.cuh"
 
 namespace cf {
 
@@ -33,16 +33,6 @@ struct Fragments {
   struct B { Word x[4]; };
   struct C { Sum x[8]; };
 };
-
-CF_DEVICE int lane_id() { return int(threadIdx.x % 32); }
-CF_DEVICE int warp_id() { return int(threadIdx.x / 32); }
-
-// Row and column of an accumulator's element e in its fragment: each is what the lane has by itself
-// plus a constant.
-CF_DEVICE int lane_row() { return lane_id() / 4; }
-CF_DEVICE int lane_column() { return lane_id() % 4 * 2; }
-CF_HOST_DEVICE constexpr int row_step(int e) { return 8 * (e / 2 % 2); }
-CF_HOST_DEVICE constexpr int column_step(int e) { return e % 2 + 8 * (e / 4); }
 
 // Which rows of a tile [k, ...] a lane reads for its two depths, in the types of 32 and 64 bits.
 // paired: rows 2 t and 2 t + 1, which are the columns that it has of an accumulator; the other

@@ -1,14 +1,8 @@
-// What the kernels of the fused backward pass share: the shape of a block's work, its tiles, the
-// workspace between the kernels.
-//
-// Rows of queries are packed, and cut into tiles of Br. Each tile has in the workspace its lse and
-// delta, and its sums of dq: fragments [Br / 16, d / 16] of 16 x 16 sums in the order of registers,
-// two halves of four sums for each of 32 lanes; those of a lane are neighbours in float32, those of
-// a warp in float64, as the additions want them.
+// The shape of a block's work in the fused backward kernel, and its tiles.
 #pragma once
 
-#include "../attention/long_sums.cuh"
-#include "../attention/normaliser.cuh"
+#include "../attention/gradient.cuh"
+#include "../attention/schedule.cuh"
 #include "copy.cuh"
 
 namespace cf {
@@ -39,7 +33,7 @@ struct BackwardSm80Traits {
   static constexpr int own_bytes = 18 * 8 + 4 * 8;      // OwnKeys and four of SeenSpan
   // With features, rows of all stages, and who sees the keys of four tiles.
   static constexpr int feature_bytes =
-      Config::features ? Config::stages * Config::Br * (int(sizeof(ScoreRow<A>)) + 8)
+      changes_scores<Config>() ? Config::stages * Config::Br * (int(sizeof(ScoreRow<A>)) + 8)
                              + 4 * Config::parts * Config::Bc
                        : 0;
   static constexpr int smem_bytes =
@@ -85,35 +79,6 @@ CF_DEVICE int here() { return int(uint32(ptx::opaque(int(threadIdx.x))) % 32); }
 CF_DEVICE int row_here() { return here() / 4; }
 CF_DEVICE int column_here() { return here() % 4 * 2; }
 
-// Tiles of packed rows of a key head.
-template <typename Config>
-CF_DEVICE int64 row_tiles(const BackwardParams& p) {
-  return ceil_div(p.group * p.Nq, int64(Config::Br));
-}
-
-// Where lse [Br] and delta [Br] of a tile of rows lie, one behind the other. head: of all key heads
-// of all sequences.
-template <typename Config>
-CF_DEVICE uint64 state_address(const BackwardParams& p, int64 head, int64 tile) {
-  using Traits = BackwardSm80Traits<Config>;
-  return p.state + (head * row_tiles<Config>(p) + tile) * Traits::state_bytes;
-}
-
-// Where the sums of dq of a tile of rows lie.
-template <typename Config>
-CF_DEVICE uint64 dq_address(const BackwardParams& p, int64 head, int64 tile) {
-  using A = accumulator<typename Config::element>;
-  return p.dq_sums
-         + (head * row_tiles<Config>(p) + tile) * (Config::Br * Config::d * int(sizeof(A)));
-}
-
-// Bytes from the start of a tile's sums to what a lane has of one half of fragment (i, j).
-template <typename Config>
-CF_DEVICE int dq_offset(int i, int j, int half, int lane) {
-  const int tile = ((i * (Config::d / 16) + j) * 2 + half) * 32;
-  return sizeof(typename Config::element) == 8 ? (tile * 4 + lane) * 8 : (tile + lane) * 16;
-}
-
 // The keys that any row of a tile sees, counted from the block's first.
 struct SeenSpan {
   int first, end;
@@ -126,24 +91,15 @@ struct Steps {
 };
 
 // The keys that a block owns, and who sees them. Lies in shared memory: registers are scarce.
-struct OwnKeys {
+struct OwnKeys : KeyBand {
   int64 head, key0;          // of all key heads; the first key
   int64 keys;                // how many there are
   int64 offset, kv_len;
-  int64 first, end;          // packed rows that see any of the keys
   uint64 k, v;               // the first rows of the key head
   uint64 q, dout;            // the first rows of the first query head
   Steps q_steps, dout_steps;
-  int seen_first, seen_end;  // the keys, counted from the first, that any query sees
-  int whole_first, whole_end;  // tiles of rows all of which see all of the keys
   int regular;               // whether tiles of real rows can be copied by steps
   float scale;
-};
-
-// Four sums of a lane.
-template <typename A>
-struct alignas(16) FourSums {
-  A x[4];
 };
 
 // Shared memory of a block. Q, dO, lse, delta and ranges are those of the first stage.
@@ -183,7 +139,7 @@ struct FusedTiles {
     }
     state = carver.take<A>(stages * Traits::state_bytes);
     ranges = carver.take<KeyRange>(stages * Config::Br * int(sizeof(KeyRange)));
-    if constexpr (Config::features) {
+    if constexpr (changes_scores<Config>()) {
       rows = carver.take<ScoreRow<A>>(stages * Config::Br * int(sizeof(ScoreRow<A>)));
       dbias = carver.take<uint64>(stages * Config::Br * 8);
       seen_keys = carver.take<unsigned char>(4 * Config::parts * Config::Bc);
@@ -192,20 +148,5 @@ struct FusedTiles {
     seen = carver.take<SeenSpan>(4 * sizeof(SeenSpan));
   }
 };
-
-// Writes two neighbours of a row as far as `columns` goes, in one piece where they lie so.
-template <typename A>
-CF_DEVICE void store_pair(const Tensor& t, uint64 address, int columns, A x, A y) {
-  const bool both = columns > 1 && (address & uint64(2 * t.c - 1)) == 0;
-  if (both && t.c == 2) {
-    at<uint32>(address) = t.kind == FLOAT16 ? ptx::pack<half_t>(float(x), float(y))
-                                            : ptx::pack<bfloat16_t>(float(x), float(y));
-  } else if (both && t.c == 4 && t.kind == FLOAT32) {
-    at<HalfChunk>(address) = {ptx::float_to_bits(float(x)), ptx::float_to_bits(float(y))};
-  } else {
-    if (columns > 0) store(address, t.kind, x);
-    if (columns > 1) store(address + t.c, t.kind, y);
-  }
-}
 
 }  // namespace cf

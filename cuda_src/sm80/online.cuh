@@ -2,17 +2,11 @@
 // registers.
 //
 // Scores stay q.k here; `scale` and the base of the exponential meet in one factor, which must be
-// positive. P = 2^(factor (S - m)) in the wide types: 1 where S is m.
-//
-// In 16-bit types P = 2^(factor S - m_ref) costs one multiply-add. m_ref = factor m is rounded, the
-// multiply-add is not, so the largest P is 2 to the power of that rounding error: nothing up to
-// LARGE, and anything for scores of 1e11. Rows beyond, and rows that have seen no key, have the
-// lowest number for m_ref: it brings them to `move_reference` in every tile, where m is taken off
-// their scores.
+// positive. P = 2^(factor (S - m)) in the wide types: 1 where S is m. In 16-bit types it is
+// 2^(factor S - m_ref).
 #pragma once
 
 #include "../attention/softmax.cuh"
-#include "exp2.cuh"
 #include "fragment.cuh"
 
 namespace cf {
@@ -30,8 +24,8 @@ struct OnlineSoftmax {
   T factor, lazy;          // log2(e) scale; how far factor q.k may pass factor m
 
   CF_DEVICE explicit OnlineSoftmax(const Params& p)
-      : factor(ptx::kept(T(p.scale * 1.4426950408889634))),
-        lazy(ptx::kept(T(p.lazy * 1.4426950408889634))) {
+      : factor(ptx::kept(T(p.scale * LOG2_E))),
+        lazy(ptx::kept(T(p.lazy * LOG2_E))) {
 #pragma unroll
     for (int i = 0; i < 2 * fragments; ++i) {
       m[i / 2][i % 2] = -inf<T>();
@@ -41,13 +35,9 @@ struct OnlineSoftmax {
   }
 
   // What is taken off S before the multiplication, in wide types, and after it, in narrow ones.
-  CF_DEVICE T before(int i) const {
-    const T m_row = m[i / 2][i % 2];
-    return narrow || m_row == -inf<T>() ? T(0) : m_row;
-  }
+  CF_DEVICE T before(int i) const { return narrow ? T(0) : reference_of(m[i / 2][i % 2]); }
   CF_DEVICE T after(int i) const {
-    const T x = m_ref[i / 2][i % 2];
-    return !narrow || x == T(LOWEST) ? T(0) : x;
+    return narrow ? T(PowerReference::after(float(m_ref[i / 2][i % 2]))) : T(0);
   }
 
   // Each lane's largest scores, and whether any of them passes m by more than `lazy`. there:
@@ -63,7 +53,7 @@ struct OnlineSoftmax {
       if constexpr (narrow) {
         passes = passes || fmaf(x, factor, -m_ref[i / 2][i % 2]) > lazy;
       } else {
-        passes = passes || passes_by(x, m[i / 2][i % 2]);
+        passes = passes || cf::passes(x, m[i / 2][i % 2], factor, lazy);
       }
     }
     return passes;
@@ -85,11 +75,6 @@ struct OnlineSoftmax {
     }
   }
 
-  // Whether a reference must move.
-  CF_DEVICE bool passes_by(T top, T m_row) const {
-    return m_row == -inf<T>() ? top != m_row : (top - m_row) * factor > lazy;
-  }
-
   // m_new = max(m, rowmax(S)) where that passes m by more than `lazy`; l and acc follow. top: the
   // rows' maxima. Each row decides for itself: calling this is a matter of speed only, as long as
   // it is called where a row passes, and in every tile of rows that are LARGE.
@@ -101,8 +86,8 @@ struct OnlineSoftmax {
     for (int i = 0; i < 2 * fragments; ++i) {
       T& m_row = m[i / 2][i % 2];
       const T highest = top[i / 2][i % 2];
-      const T m_new = passes_by(highest, m_row) ? highest : m_row;
-      const T alpha = m_row == -inf<T>() ? T(0) : exp2_of(m_row - m_new, factor);
+      const T m_new = cf::passes(highest, m_row, factor, lazy) ? highest : m_row;
+      const T alpha = alpha_of(m_row, m_new, factor);
       m_row = m_new;
       if constexpr (narrow) keep_reference(i, m_new * factor, S[i / 2]);
       l[i / 2][i % 2] *= alpha;
@@ -119,10 +104,9 @@ struct OnlineSoftmax {
   // power = factor m of row i, whose part of S is given: S - m where that is not a usual m_ref.
   template <int keys>
   CF_DEVICE void keep_reference(int i, T power, typename F::C (&S)[keys]) {
-    const bool usual = fabsf(float(power)) < LARGE;
-    const T m_row = m[i / 2][i % 2];
-    m_ref[i / 2][i % 2] = usual ? power : T(LOWEST);
-    const T shift = usual || m_row == -inf<T>() ? T(0) : m_row;
+    const PowerReference reference{float(m[i / 2][i % 2]), float(power)};
+    m_ref[i / 2][i % 2] = T(reference.m_ref);
+    const T shift = T(reference.shift);
 #pragma unroll
     for (int x = 0; x < 8 * keys; ++x) {
       if (row_step(x % 8) == 8 * (i % 2)) S[x / 8].x[x % 8] -= shift;

@@ -31,7 +31,7 @@ struct RoleStep : Step<Config> {
   using C = typename F::C;
   static constexpr int M = S::keys, N = S::rows, K = N * 16 / F::depth;
   static_assert(Tiles::q_pitch == Tiles::v_pitch, "the roles differ in nothing but addresses");
-  static_assert(!Config::features, "features take the registers of the twice as many scores");
+  static_assert(!changes_scores<Config>(), "options take the registers of the many scores");
 
   using Base::Base;
 
@@ -77,7 +77,7 @@ struct RoleStep : Step<Config> {
 
   // P or dS of the warp's strip and part.
   template <typename Meanwhile>
-  CF_DEVICE void differentiate_part(C (&x)[M][N], const Exponential<Config>& exponential,
+  CF_DEVICE void differentiate_part(C (&x)[M][N], A scale,
                                     const Meanwhile& meanwhile) const {
     const bool values = !has_P();
     const int row = S::part() * Traits::part;
@@ -88,15 +88,15 @@ struct RoleStep : Step<Config> {
     if (!has_P()) meanwhile();                          // P takes longer than dP
     multiply_scores<Config, Config::d>(x, keys, rows, S::strip(), row);
     if (has_P()) {
-      find_exponents<Config>(x, this->state + row, exponential);
-      if (this->hides) hide<Config>(x, this->ranges + row, S::strip(), -inf<A>());
-      exponentiate<Config>(x);
+      subtract_lse<M, N>(x, scale, this->state + row + column_here());
+      if (this->hides) hide_keys(x, range_view<Config>(this->ranges + row), -inf<A>());
+      exponentiate<Config, M, N>(x);
       share_P(x);
     }
     ptx::sync_block("P_shared");
     if (!has_P()) {
       differentiate_shared(x, this->state + Config::Br + row);
-      if (this->hides) hide<Config>(x, this->ranges + row, S::strip(), A(0));
+      if (this->hides) hide_keys(x, range_view<Config>(this->ranges + row), A(0));
       this->share(this->t.dS, x, row);
     }
   }
@@ -109,11 +109,11 @@ struct RoleStep : Step<Config> {
   }
 
   template <typename Meanwhile>
-  CF_DEVICE void add_own(RoleGradient<Config>& g, const Exponential<Config>& exponential,
+  CF_DEVICE void add_own(RoleGradient<Config>& g, A scale,
                          const Meanwhile& meanwhile) const {
     C x[M][N];
     typename F::A a[M][K];
-    differentiate_part(x, exponential, meanwhile);
+    differentiate_part(x, scale, meanwhile);
     make_operands<Config>(a, x);
     add_part(g, a, S::part());
   }

@@ -1,7 +1,6 @@
-// From products to P and dS, in the registers of the warps of the fused backward kernel.
+// The products of the fused backward kernel, and their operands in registers and shared memory.
 #pragma once
 
-#include "exp2.cuh"
 #include "walk.cuh"
 
 namespace cf {
@@ -23,6 +22,25 @@ struct Share {
     return warp_id() / Traits::warps_m * dq_columns * Traits::dq_passes;
   }
 };
+
+// Views of the scores of a warp's strip of keys and of the rows row ... row + piece of a stage: of
+// the ranges that rows see, or of all that there is to know of them.
+template <typename Config>
+using RangeView = KeysAsRows<accumulator<typename Config::element>, KeyRange, Share<Config>::keys,
+                             Share<Config>::rows>;
+template <typename Config>
+using ScoreView = KeysAsRows<accumulator<typename Config::element>,
+                             ScoreRow<accumulator<typename Config::element>>, Share<Config>::keys,
+                             Share<Config>::rows>;
+template <typename Config>
+CF_DEVICE RangeView<Config> range_view(const KeyRange* ranges) {
+  return {ranges + column_here(), Share<Config>::strip() + row_here()};
+}
+template <typename Config>
+CF_DEVICE ScoreView<Config> score_view(const FusedTiles<Config>& t, int stage, int row) {
+  return {t.rows + stage * Config::Br + row + column_here(),
+          int(t.own->key0) + Share<Config>::strip() + row_here()};
+}
 
 // In which order tiles [k, ...] are read, so that lanes hit different banks.
 template <typename Config>
@@ -89,128 +107,6 @@ CF_DEVICE void accumulate(typename Fragments<Config>::C (&acc)[M][N], const Oper
 #pragma unroll
         for (int i = 0; i < M; ++i) mma<Config>(acc[i][j], a[i][k], b);
       }
-    }
-  }
-}
-
-// x = value where a row does not see a key. key0: the strip's first key; ranges: of the rows.
-template <typename Config, int M, int N>
-CF_DEVICE void hide(typename Fragments<Config>::C (&x)[M][N], const KeyRange* ranges, int key0,
-                    accumulator<typename Config::element> value) {
-  const int own_key = key0 + row_here();
-  ranges += column_here();
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const KeyRange seen = ranges[16 * j + column_step(e)];
-#pragma unroll
-      for (int i = 0; i < M; ++i) {
-        const int key = own_key + 16 * i + row_step(e);
-        if (key < seen.first || key >= seen.end) x[i][j].x[e] = value;
-      }
-    }
-  }
-}
-
-// P = exp(scale * qk - lse) in two steps, since hidden scores become -inf between them. The score
-// is rounded by itself, so that P is 1 where a key is all there is, however large the score.
-template <typename Config>
-struct Exponential {
-  using A = accumulator<typename Config::element>;
-  A scale;
-
-  // A float of shared memory where it is enough: converted from the parameter, it would be so anew
-  // in each step.
-  CF_DEVICE Exponential(const Params& p, const OwnKeys& own)
-      : scale(sizeof(A) == 8 ? A(p.scale) : A(own.scale)) {}
-  CF_DEVICE A exponent(A qk, A lse) const { return ptx::multiply(scale, qk) - lse; }
-  // 16-bit and TF32 probabilities are rounded far more coarsely than exp2 errs; in float64 that of
-  // x in units of powers of 2 is felt only where P is small.
-  CF_DEVICE static float power(float x) {
-    return Config::precision == 2 ? exp(x) : exp2(x * 1.44269504f);
-  }
-  CF_DEVICE static double power(double x) { return exp2_of(x, 1.4426950408889634); }
-};
-
-// What a lane knows of its four rows of fragments in column j: two pairs of neighbours.
-template <typename A>
-struct FourRows {
-  Pair<A> pair[2];
-
-  // own: of the lane's first row in the fragments of column 0.
-  CF_DEVICE FourRows(const A* own, int j) {
-    pair[0] = *reinterpret_cast<const Pair<A>*>(own + 16 * j);
-    pair[1] = *reinterpret_cast<const Pair<A>*>(own + 16 * j + 8);
-  }
-  CF_DEVICE A operator[](int e) const { return pair[e / 4].x[e % 2]; }      // element of a fragment
-};
-
-// qk -> exponent of P. lse: of the part's rows.
-template <typename Config, int M, int N>
-CF_DEVICE void find_exponents(typename Fragments<Config>::C (&S)[M][N],
-                              const accumulator<typename Config::element>* lse,
-                              const Exponential<Config>& exponential) {
-  lse += column_here();
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    const FourRows<accumulator<typename Config::element>> reference(lse, j);
-#pragma unroll
-    for (int i = 0; i < M; ++i) {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        S[i][j].x[e] = exponential.exponent(S[i][j].x[e], reference[e]);
-      }
-    }
-  }
-}
-
-// Exponents -> P.
-template <typename Config, int M, int N>
-CF_DEVICE void exponentiate(typename Fragments<Config>::C (&S)[M][N]) {
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-#pragma unroll
-    for (int i = 0; i < M; ++i) {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) S[i][j].x[e] = Exponential<Config>::power(S[i][j].x[e]);
-    }
-  }
-}
-
-// dP -> dS = P * (dP - delta). delta: of the part's rows.
-template <typename Config, int M, int N>
-CF_DEVICE void differentiate(typename Fragments<Config>::C (&dP)[M][N],
-                             const typename Fragments<Config>::C (&P)[M][N],
-                             const accumulator<typename Config::element>* delta) {
-  delta += column_here();
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    const FourRows<accumulator<typename Config::element>> shift(delta, j);
-#pragma unroll
-    for (int i = 0; i < M; ++i) {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        dP[i][j].x[e] = P[i][j].x[e] * (dP[i][j].x[e] - shift[e]);
-      }
-    }
-  }
-}
-
-// b = 0 in rows (keys) before `first` and from `end` on, of a fragment whose rows start at 0:
-// 0 * NaN would be NaN.
-template <typename Config, Order order>
-CF_DEVICE void forget_keys(typename Fragments<Config>::B& b, int first, int end) {
-  const int t = here() % 4;
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    if constexpr (Fragments<Config>::depth == 16) {
-      const int k = 2 * t + e % 2 * 8;
-      if (k < first || k >= end) b.x[e] &= 0xFFFF0000;
-      if (k + 1 < first || k + 1 >= end) b.x[e] &= 0x0000FFFF;
-    } else {
-      const int k = order == Order::paired ? 2 * t + e % 2 : t + e % 2 * 4;
-      if (k < first || k >= end) b.x[e] = 0;
     }
   }
 }

@@ -2,7 +2,8 @@
 #pragma once
 
 #include "../ptx/reduce.cuh"
-#include "features.cuh"
+#include "dbias.cuh"
+#include "unseen.cuh"
 
 namespace cf {
 
@@ -40,9 +41,8 @@ struct Step {
   const BackwardParams& p;
   const Tiles& t;
   const SeenSpan& seen;
-  unsigned char* seen_keys;  // with features
+  unsigned char* seen_keys;  // with options
   bool hides;                // whether some row does not see some key, or is none
-  bool holes;                // whether a mask or a bias may hide any key
   int stage;
   T *Q, *dO;                 // of this stage
   const A* state;
@@ -52,9 +52,8 @@ struct Step {
       : p(p_),
         t(tiles),
         seen(t.seen[tile % 4]),
-        seen_keys(Config::features ? t.seen_keys + tile % 4 * Config::parts * Config::Bc : nullptr),
+        seen_keys(t.seen_keys + tile % 4 * Config::parts * Config::Bc),
         hides(some),
-        holes(hides_keys<Config>(p_)),
         stage(stage_),
         Q(t.Q + stage * Tiles::q_step),
         dO(t.dO + stage * Tiles::v_step),
@@ -70,62 +69,44 @@ struct Step {
     multiply_scores<Config, depth>(x, strip, rows, S::strip(), row);
   }
   // qk -> exponents of P; -inf where a key is not seen.
-  CF_DEVICE void find_exponents(typename F::C (&P)[M][N], int row,
-                                const Exponential<Config>& exponential) const {
-    cf::find_exponents<Config>(P, state + row, exponential);
-    if (hides) hide<Config>(P, ranges + row, S::strip(), -inf<A>());
+  CF_DEVICE void find_exponents(typename F::C (&P)[M][N], int row, A scale) const {
+    subtract_lse<M, N>(P, scale, state + row + column_here());
+    if (hides) hide_keys(P, range_view<Config>(ranges + row), -inf<A>());
   }
-
-  // The same with features, and of dP what is left of dS = P slope (dP - delta) but for P.
-  CF_DEVICE void find_features(typename F::C (&P)[M][N], typename F::C (&dP)[M][N], int row,
-                               const Exponential<Config>& exponential) const {
+  // The same with options, and of dP what is left of dS = P slope (dP - delta) but for P.
+  CF_DEVICE void find_scores(typename F::C (&P)[M][N], typename F::C (&dP)[M][N], int row,
+                             A scale) const {
+    Scaling<A> scaling = scaling_of<Config>(p);
+    scaling.scale = scale;
     const A* const lse = state + row + column_here();
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const FourRows<A> shift(lse + Config::Br, j);
-#pragma unroll
-      for (int x = 0; x < M * 8; ++x) dP[x / 8][j].x[x % 8] -= shift[x % 8];
-    }
-    const LaneScores<Config> own(p, t, stage, row);
-    own.scale(P, dP, exponential.scale);
-    own.add_features(P);
-    if (hides) hide<Config>(P, ranges + row, S::strip(), -inf<A>());
-    if (holes) {
-      unsigned char* const keys = seen_keys + S::part() * Config::Bc + S::strip();
-      own.mark_seen(P, keys, row == S::part() * Traits::part);
-    }
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const FourRows<A> reference(lse, j);
-#pragma unroll
-      for (int x = 0; x < M * 8; ++x) {
-        A& score = P[x / 8][j].x[x % 8];
-        A& rest = dP[x / 8][j].x[x % 8];
-        rest = score == -inf<A>() ? A(0) : rest;
-        score -= reference[x % 8];
-      }
-      if (p.normalisers != 0) own.subtract_log_l(P, j);
-    }
+    rebuild_scores<Config, M, N>(
+        P, dP, score_view<Config>(t, stage, row), p, scaling, lse, lse + Config::Br, hides,
+        [&](const typename F::C (&scores)[M][N]) {
+          if constexpr (hides_any<Config>()) {
+            unsigned char* const keys = seen_keys + S::part() * Config::Bc + S::strip();
+            mark_seen(scores, keys, row == S::part() * Traits::part);
+          }
+        });
   }
   CF_DEVICE void differentiate(typename F::C (&dP)[M][N], const typename F::C (&P)[M][N],
                                int row) const {
-    if constexpr (Config::features) {
+    if constexpr (changes_scores<Config>()) {
 #pragma unroll
       for (int x = 0; x < M * N * 8; ++x) {
         dP[x / 8 / N][x / 8 % N].x[x % 8] *= P[x / 8 / N][x / 8 % N].x[x % 8];
       }
-      if (writes_dbias(p)) {
-        const uint64* const lines = t.dbias + stage * Config::Br + row + column_here();
-        LaneScores<Config>(p, t, stage, row).write(dP, lines);
+      if constexpr (Config::dbias) {
+        write_dbias(p, score_view<Config>(t, stage, row), dP,
+                    t.dbias + stage * Config::Br + row + column_here());
       }
     } else {
-      cf::differentiate<Config>(dP, P, state + Config::Br + row);
+      cf::differentiate<M, N>(dP, P, state + Config::Br + row + column_here());
     }
   }
 
   // Exponents of P, and dP.
   CF_DEVICE void find_both(typename F::C (&P)[M][N], typename F::C (&dP)[M][N], int row,
-                           const Exponential<Config>& exponential) const {
+                           A scale) const {
     if constexpr (alike) {
       const T *A_tile = t.K, *B_tile = Q;
 #pragma unroll 1
@@ -135,13 +116,13 @@ struct Step {
         A_tile = t.V;
         B_tile = dO;
       }
-      if constexpr (!Config::features) find_exponents(P, row, exponential);
+      if constexpr (!changes_scores<Config>()) find_exponents(P, row, scale);
     } else {
       multiply<Config::d, Tiles::q_pitch>(P, t.K, Q, row);
-      if constexpr (!Config::features) find_exponents(P, row, exponential);
+      if constexpr (!changes_scores<Config>()) find_exponents(P, row, scale);
       multiply<Config::d_v, Tiles::v_pitch>(dP, t.V, dO, row);
     }
-    if constexpr (Config::features) find_features(P, dP, row, exponential);
+    if constexpr (changes_scores<Config>()) find_scores(P, dP, row, scale);
   }
 
   static CF_DEVICE void copy_sums(typename F::C (&to)[M][N], const typename F::C (&from)[M][N]) {
@@ -176,13 +157,13 @@ struct Step {
   // The warp's own rows. P^T and dS^T are left in shared memory for whom they concern. meanwhile():
   // what there is to do beside.
   template <typename Meanwhile>
-  CF_DEVICE void add_own(Gradients<Config>& g, const Exponential<Config>& exponential,
+  CF_DEVICE void add_own(Gradients<Config>& g, A scale,
                          const Meanwhile& meanwhile) const {
     if constexpr (Traits::own) {
       meanwhile();
-      add_pieces(g, exponential);
+      add_pieces(g, scale);
     } else {
-      add_in_turn(g, exponential, meanwhile);
+      add_in_turn(g, scale, meanwhile);
     }
   }
 
@@ -205,7 +186,7 @@ struct Step {
     }
   }
 
-  CF_DEVICE void add_pieces(Gradients<Config>& g, const Exponential<Config>& exponential) const {
+  CF_DEVICE void add_pieces(Gradients<Config>& g, A scale) const {
     constexpr int K = N * 16 / F::depth;
 #pragma unroll 1
     for (int i = 0; i < Traits::part; i += Traits::piece) {
@@ -213,9 +194,9 @@ struct Step {
       typename F::C P[M][N], dS[M][N];
       // Products and the arithmetic that does not need them stand side by side, without a branch
       // between them: the powers beside dP, dS beside dV.
-      find_both(P, dS, row, exponential);
-      exponentiate<Config>(P);
-      if (!Config::features && hides) hide<Config>(dS, ranges + row, S::strip(), A(0));
+      find_both(P, dS, row, scale);
+      exponentiate<Config, M, N>(P);
+      if (!changes_scores<Config>() && hides) hide_keys(dS, range_view<Config>(ranges + row), A(0));
       if constexpr (Traits::exchange) share(t.P, P, row);
       if constexpr (alike) {
         differentiate(dS, P, row);
@@ -235,14 +216,14 @@ struct Step {
 
   // float64: P and dS of all rows pass through the same shared memory, one after the other.
   template <typename Meanwhile>
-  CF_DEVICE void add_in_turn(Gradients<Config>& g, const Exponential<Config>& exponential,
+  CF_DEVICE void add_in_turn(Gradients<Config>& g, A scale,
                              const Meanwhile& meanwhile) const {
     static_assert(Traits::own || Traits::part == Traits::piece, "all of dS waits in registers");
     const int row = S::part() * Traits::part;
     typename F::C P[M][N], dS[M][N];
-    find_both(P, dS, row, exponential);
-    exponentiate<Config>(P);
-    if (!Config::features && hides) hide<Config>(dS, ranges + row, S::strip(), A(0));
+    find_both(P, dS, row, scale);
+    exponentiate<Config, M, N>(P);
+    if (!changes_scores<Config>() && hides) hide_keys(dS, range_view<Config>(ranges + row), A(0));
     share(t.P, P, row);
     differentiate(dS, P, row);
     ptx::sync_block("P_written");
@@ -280,7 +261,7 @@ struct Step {
   // sums += dS K, those of dq, in one pass over the warp's columns or in two.
   CF_DEVICE void add_queries(uint64 sums, int pass) const {
     const int column = S::dq_column() + pass * S::dq_columns;
-    if (Config::precision == 2 || hides || holes) {     // long code is compiled once
+    if (Config::precision == 2 || hides || hides_any<Config>()) {     // long code is compiled once
       add_columns<true>(sums, column);
     } else {
       add_columns<false>(sums, column);
@@ -313,7 +294,7 @@ struct Step {
 #pragma unroll
         for (int j = 0; j < S::dq_columns; ++j) {
           typename F::B keys = B.load(k, 16 * (column + j));
-          if (holes) {
+          if constexpr (hides_any<Config>()) {
             forget_unseen<Config, order>(keys, seen_keys + k);
           } else if (some) {
             forget_keys<Config, order>(keys, first - k, end - k);

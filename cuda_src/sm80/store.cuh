@@ -1,25 +1,10 @@
 // From a warp's accumulators to memory.
 #pragma once
 
-#include "../attention/tiles.cuh"
+#include "../attention/sequence.cuh"
 #include "fragment.cuh"
 
 namespace cf {
-
-// Whether all rows of an array are whole pieces of so many bytes.
-CF_DEVICE bool in_pieces(const Tensor& t, int64 size, int columns, int bytes) {
-  return t.c == size && ((t.address | t.b | t.h | t.n | columns * size) & (bytes - 1)) == 0;
-}
-
-// 1 / x for x that are no denormals; for results of 16 bits to one unit in the last place of float.
-template <typename Element>
-CF_DEVICE accumulator<Element> reciprocal(accumulator<Element> x) {
-  if constexpr (sizeof(Element) == 2) {
-    return ptx::reciprocal_approx(x);
-  } else {
-    return 1 / x;
-  }
-}
 
 // Makes rows 0 whose factor is 0: they may hold NaNs of neighbours. Few warps have any.
 template <typename Config, int fragments, int columns>

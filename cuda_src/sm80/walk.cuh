@@ -5,22 +5,6 @@
 
 namespace cf {
 
-// a / b rounded down, for b > 0.
-CF_DEVICE int64 floor_div(int64 a, int64 b) { return a >= 0 ? a / b : -ceil_div(-a, b); }
-
-// Tiles of rows all of which see the keys key0 ... key0 + Bc: a row sees the last of them from one
-// position on, and the first up to another.
-template <typename Config>
-CF_DEVICE void find_whole_tiles(OwnKeys& own, const BackwardParams& p) {
-  constexpr int64 Br = Config::Br, Bc = Config::Bc;
-  own.whole_first = own.whole_end = 0;
-  if (own.keys < Bc || own.key0 + Bc > own.kv_len) return;
-  const int64 low = (own.key0 + Bc - 1 - p.right - own.offset) * p.group;
-  const int64 high = (own.key0 + p.left - own.offset + 1) * p.group;
-  own.whole_first = int(ceil_div(max(low, own.first), Br));
-  own.whole_end = int(max(floor_div(min(high, own.end), Br), int64(0)));
-}
-
 // The threads that copy, in the eyes of the functions that share out tiles.
 template <typename Config>
 struct Copiers : Config {
@@ -39,34 +23,27 @@ CF_DEVICE bool find_steps(Steps& steps, const Tensor& t, int64 group, int row_st
   return step % heads == 0 && tile % heads == 0;
 }
 
-// A key counted from the block's first, and no further than its last.
-CF_DEVICE int from_first(const OwnKeys& own, int64 key) {
-  return int(min(max(key - own.key0, int64(0)), own.keys));
-}
-
 template <typename Config>
 CF_DEVICE OwnKeys open_keys(const BackwardParams& p, int64 b, int64 head_k, int64 key0,
                             const RowPiece& piece) {
-  using T = typename Config::element;
-  const int64 q_len = length(p.q_lens, b, p.Nq);
-  OwnKeys own = {b * p.heads_k + head_k, key0};
-  own.keys = min(p.Nk - key0, int64(Config::Bc));
-  own.kv_len = length(p.kv_lens, b, p.Nk);
-  own.offset = offset_of(p, q_len, own.kv_len);
-  const Range queries = visible_queries(p, key0, key0 + own.keys, q_len, own.kv_len, own.offset);
-  own.first = queries.first * p.group;
-  own.end = queries.end * p.group;
+  const Sequence s = open_sequence(p, b);
+  const int64 keys = min(p.Nk - key0, int64(Config::Bc));
+  OwnKeys own;
+  static_cast<KeyBand&>(own) = KeyBand(p, s, key0, keys);
   if constexpr (has_pieces<Config>()) {
     own.first = max(own.first, piece.begin);
     own.end = min(own.end, piece.end);
   }
-  own.seen_first = from_first(own, queries.first + own.offset - p.left);
-  own.seen_end = from_first(own, min(queries.end + own.offset + p.right, own.kv_len));
-  own.k = p.k.address + b * p.k.b + head_k * p.k.h;
-  own.v = p.v.address + b * p.v.b + head_k * p.v.h;
-  own.q = p.q.address + b * p.q.b + head_k * p.group * p.q.h;
-  own.dout = p.dout.address + b * p.dout.b + head_k * p.group * p.dout.h;
-  find_whole_tiles<Config>(own, p);
+  own.template find_whole_tiles<Config::Br, Config::Bc>(p, s, key0, keys);
+  own.head = b * p.heads_k + head_k;
+  own.key0 = key0;
+  own.keys = keys;
+  own.offset = s.offset;
+  own.kv_len = s.kv_len;
+  own.k = head_address(p.k, b, head_k);
+  own.v = head_address(p.v, b, head_k);
+  own.q = head_address(p.q, b, head_k * p.group);
+  own.dout = head_address(p.dout, b, head_k * p.group);
   constexpr int q_step = ChunkGrid<Copiers<Config>, Config::Br, Config::d>::step;
   constexpr int v_step = ChunkGrid<Copiers<Config>, Config::Br, Config::d_v>::step;
   const bool q_regular = find_steps<Config>(own.q_steps, p.q, p.group, q_step);
@@ -98,12 +75,6 @@ CF_DEVICE void copy_whole_tile(typename Config::element* tile, const Tensor& t, 
     }
     from += steps.row;
   }
-}
-
-// Whether each score has an element of dbias of its own, which then is dS.
-CF_DEVICE bool writes_dbias(const BackwardParams& p) {
-  return p.dbias.address != 0 && p.softcap == 0 && p.batch_bias == p.batch
-         && p.heads_bias == p.heads_q && p.Nbias_q == p.Nq && p.Nbias_k == p.Nk;
 }
 
 template <typename Config>
@@ -177,11 +148,12 @@ struct Walk {
     }
     if (gradients) copy_state(tile, stage);
     ptx::close_copies();
-    if (gradients && (Config::features || !whole(tile))) find_hidden(p, tile, stage);
+    if (gradients && (changes_scores<Config>() || !whole(tile))) find_hidden(p, tile, stage);
   }
 
   CF_DEVICE void copy_state(int tile, int stage) const {
-    const uint64 from = state_address<Config>(p, own.head, tile);
+    using A = accumulator<typename Config::element>;
+    const uint64 from = state_address<A>(p, own.head, tile, Config::Br);
     const ptx::Shared to(t.state + stage * 2 * Config::Br);
 #pragma unroll 1
     for (int i = 16 * int(threadIdx.x); i < Traits::state_bytes; i += 16 * Traits::copiers) {
@@ -238,7 +210,7 @@ struct Walk {
       const KeyRange seen = keys.of_row(rows, r);
       const bool real = r >= begin && r < rows.rows;
       ranges[r] = {real ? seen.first - key0 : 0, real ? seen.end - key0 : 0};
-      if constexpr (Config::features) {
+      if constexpr (changes_scores<Config>()) {
         walk.open_row(rows, stage, r, real ? seen : KeyRange{0, 0});
       }
     }
@@ -249,7 +221,7 @@ struct Walk {
     rows.b = own.head / p.heads_k;
     rows.head0 = own.head % p.heads_k * p.group;
     t.rows[stage * Config::Br + r] = open_gradient_row<Config, A>(p, rows, r, seen);
-    const bool writes = writes_dbias(p) && rows.row0 + r < p.group * p.Nq;
+    const bool writes = Config::dbias && rows.row0 + r < p.group * p.Nq;
     t.dbias[stage * Config::Br + r] = writes ? rows.address(p.dbias, r) : 0;
   }
 

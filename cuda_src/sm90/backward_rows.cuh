@@ -74,19 +74,9 @@ struct BackwardRows {
   }
   // S = -inf where a row does not see a key.
   CF_DEVICE void hide(Scores& S) const {
-    const KeyRange* const ranges = tiles.ranges(group) + own_row();
-#pragma unroll
-    for (int j = 0; j < Br / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const KeyRange seen = ranges[8 * j + e];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int key = own_key() + 8 * h;
-          if (key < seen.first || key >= seen.end) S[4 * j + 2 * h + e] = -inf<float>();
-        }
-      }
-    }
+    const KeysAsRows<float, KeyRange, 1, Br / 16> view = {tiles.ranges(group) + own_row(),
+                                                          own_key()};
+    hide_keys(S, view, -inf<float>());
   }
 
   // Zeroes the rows first ... last - 1 of a tile of `rows`: whatever they hold must not matter, and
@@ -150,32 +140,12 @@ struct BackwardRows {
     ptx::settle(to);
   }
 
-  // q.k -> exponents of P. The score is rounded by itself, so that P is 1 where a key is all there
-  // is.
   CF_DEVICE void find_exponents(Scores& S, float scale) const {
-    const float* const lse = tiles.state(place.stage()) + own_row();
-#pragma unroll
-    for (int j = 0; j < Br / 8; ++j) {
-      const Pair<float> reference = *reinterpret_cast<const Pair<float>*>(lse + 8 * j);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        S[4 * j + i] = ptx::multiply(scale, S[4 * j + i]) - reference.x[i % 2];
-      }
-    }
+    subtract_lse<1, Br / 16>(S, scale, tiles.state(place.stage()) + own_row());
   }
-  static CF_DEVICE void exponentiate(Scores& S) {
-#pragma unroll
-    for (int i = 0; i < Br / 2; ++i) S[i] = ptx::exp2_approx(S[i] * 1.44269504f);
-  }
-  // dP -> dS = P (dP - delta).
+  static CF_DEVICE void exponentiate(Scores& S) { cf::exponentiate<Config, 1, Br / 16>(S); }
   CF_DEVICE void differentiate(Scores& dP, const Scores& P) const {
-    const float* const delta = tiles.state(place.stage()) + Br + own_row();
-#pragma unroll
-    for (int j = 0; j < Br / 8; ++j) {
-      const Pair<float> shift = *reinterpret_cast<const Pair<float>*>(delta + 8 * j);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dP[4 * j + i] = P[4 * j + i] * (dP[4 * j + i] - shift.x[i % 2]);
-    }
+    cf::differentiate<1, Br / 16>(dP, P, tiles.state(place.stage()) + Br + own_row());
   }
   // dQ [64, 64] = dS K over all keys of the block, in a group that is left open.
   static CF_DEVICE void multiply_keys(float (&dQ)[32], const ptx::UniformDescriptor& scores,

@@ -1,7 +1,6 @@
 // dK and dV to memory.
 #pragma once
 
-#include "../sm80/store.cuh"
 #include "backward_work.cuh"
 
 namespace cf {
@@ -38,7 +37,7 @@ CF_DEVICE void store_sums(const Tensor& t, const KeyWork& w, int first_key, int 
         sums[i] * scale, sums[i + 1] * scale};
   }
   ptx::named_barrier_wait(barrier, 128, "sums_written");  // by all of the consumer
-  const uint64 base = t.address + w.b * t.b + w.head_k * t.h + (w.key0 + first_key) * t.n;
+  const uint64 base = head_address(t, w.b, w.head_k) + (w.key0 + first_key) * t.n;
   const bool whole = in_pieces(t, sizeof(T), columns, 16);
 #pragma unroll 2
   for (int i = thread; i < 64 * eights; i += 128) {

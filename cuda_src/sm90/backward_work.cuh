@@ -2,9 +2,9 @@
 // any of them.
 #pragma once
 
-#include "../sm80/gradient.cuh"
+#include "../attention/gradient.cuh"
+#include "../attention/schedule.cuh"
 #include "../ptx/wgmma_columns.cuh"
-#include "../attention/order.cuh"
 #include "params.cuh"
 
 namespace cf {
@@ -20,39 +20,30 @@ struct KeyWork {
   uint64 state, dq_sums;          // of the key head's first tile of rows
 };
 
-// A key counted from the block's first, and no further than its last.
-CF_DEVICE int from_first(const KeyWork& w, int64 key) {
-  return int(min(max(key - w.key0, int64(0)), int64(w.keys)));
-}
-
 template <typename Config>
 CF_DEVICE KeyWork open_key_work(const BackwardSm90Params& p, int64 task) {
-  constexpr int64 Br = Config::Br, Bc = Config::Bc;
-  const Turn turn = turn_of(p, task, ceil_div(p.Nk, Bc));   // the first causal keys are seen most
+  constexpr int64 Bc = Config::Bc;
+  const TileCoord at = tile_coord(p, task, ceil_div(p.Nk, Bc));   // the first causal keys come first
   KeyWork w = {};
-  w.state = p.state + turn.sequence * row_tiles<Config>(p) * (2 * Br * 4);
-  w.dq_sums = dq_address<Config>(p, turn.sequence, 0);
-  w.b = int(turn.sequence / p.heads_k);
-  w.head_k = int(turn.sequence % p.heads_k);
-  w.key0 = int(turn.tile * Bc);
+  w.state = state_address<float>(p, at.sequence, 0, Config::Br);
+  w.dq_sums = dq_address<Config>(p, at.sequence, 0);
+  w.b = int(at.sequence / p.heads_k);
+  w.head_k = int(at.sequence % p.heads_k);
+  w.key0 = int(at.tile * Bc);
   w.keys = int(min(p.Nk - w.key0, Bc));
-  const int64 q_len = length(p.q_lens, w.b, p.Nq), kv_len = length(p.kv_lens, w.b, p.Nk);
-  const int64 offset = offset_of(p, q_len, kv_len);
-  const Range queries = visible_queries(p, w.key0, w.key0 + w.keys, q_len, kv_len, offset);
-  const Diagonals diagonals(p, offset);
+  const Sequence s = open_sequence(p, w.b);
+  KeyBand band(p, s, w.key0, w.keys);
+  band.find_whole_tiles<Config::Br, Config::Bc>(p, s, w.key0, w.keys);
+  const Diagonals diagonals(p, s.offset);
   w.left = diagonals.left;
   w.right = diagonals.right;
-  w.kv_len = int(kv_len);
-  w.first = int(queries.first * p.group);
-  w.end = int(queries.end * p.group);
-  w.seen_first = from_first(w, queries.first + offset - p.left);
-  w.seen_end = from_first(w, min(queries.end + offset + p.right, kv_len));
-  if (w.keys < Bc || w.key0 + Bc > kv_len) return w;
-  // A row sees the last of the keys from one position on, and the first up to another.
-  const int64 low = (w.key0 + Bc - 1 - p.right - offset) * p.group;
-  const int64 high = (w.key0 + p.left - offset + 1) * p.group;
-  w.whole_first = int(ceil_div(max(low, int64(w.first)), Br));
-  w.whole_end = int(max(min(high, int64(w.end)), int64(0)) / Br);
+  w.kv_len = int(s.kv_len);
+  w.first = int(band.first);
+  w.end = int(band.end);
+  w.seen_first = band.seen_first;
+  w.seen_end = band.seen_end;
+  w.whole_first = band.whole_first;
+  w.whole_end = band.whole_end;
   return w;
 }
 

@@ -135,7 +135,33 @@ struct Consumer {
       const int query = w.query(row() + 8 * r, p.pack);
       visible[r] = {w.first_key(query), w.end_key(query)};
     }
-    hide_keys(S, visible, column0);
+    hide_keys(S, QueriesAsRows<float, KeyRange, 1, Config::Bc / 16, 1>{visible, column0},
+              -inf<float>());
+  }
+  // q.k -> scores. In bias and mask the thread's rows have all keys, but none where they are not
+  // real.
+  CF_DEVICE void finish(const Work& w, int column0) {
+    ScoreRow<float> rows[2] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = row() + 8 * i;
+      const int64 head = w.head_of(r, p.pack), query = w.query(r, p.pack);
+      const auto address = [&](const Tensor& t) {
+        return head_address(t, w.b, head) + query * t.n;
+      };
+      rows[i].end = r < w.rows ? w.kv_len : 0;
+      rows[i].position = query + w.offset;
+      if constexpr (has<Config>(ALIBI)) {
+        rows[i].slope = load<float>(head_address(p.slopes, w.b, head), p.slopes.kind);
+      }
+      if constexpr (has<Config>(BIAS)) rows[i].bias = address(p.bias);
+      if constexpr (has<Config>(MASK)) rows[i].mask = address(p.mask);
+    }
+    // Tiles of fewer than 128 keys go with wide accumulators, which leave few registers.
+    constexpr int loads = Config::Bc < 128 ? 8 : 16;
+    const QueriesAsRows<float, ScoreRow<float>, 1, Config::Bc / 16, loads> view = {rows, column0};
+    finish_scores<Config>(S, view, p, Scaling<float>{p.qk_scale, p.cap, p.per_cap},
+                          [](int, float) {});
   }
 
   // Zeroes those of the keys first ... last - 1 of the key tile's V that no row of the work sees:
@@ -182,7 +208,8 @@ struct Consumer {
 
   // Ends a work: its sums, while its last values are still being added up, and then its rows.
   CF_DEVICE void close(float (&factor)[2]) const {
-    close_rows(p, work_at(work_place), row(), state, Config::features ? 1.f : p.qk_scale, factor);
+    close_rows<Config>(p, work_at(work_place), row(), state, Config::scaled ? 1.f : p.qk_scale,
+                       factor);
   }
   CF_DEVICE void store(const float (&factor)[2]) {
     if constexpr (Traits::tiled) {
@@ -214,13 +241,12 @@ struct Consumer {
     ptx::settle(S);
     tiles.k().release(place);
     if (ONE_Q && key0 == w.first_tile) tiles.q(group).release(q_place(current));
-    if constexpr (Config::features) finish_scores(S, p, w, row(), column0);
-    if constexpr (Config::holes) read_scores(S, p, w, row(), column0);
+    if constexpr (Config::scaled) finish(w, column0);
     const bool hides = w.hides(key0);
     const bool half = hides && sees_half(w, key0);
     if (hides) hide(w, column0);
     uint32 seen = 0;
-    if constexpr (Config::holes) seen = seen_columns(S, w, row());
+    if constexpr (hides_any<Config>()) seen = seen_columns(S, w, row());
     const bool moved = softmax_step(S, state, factor, first, half, lazy, p);
     // Left to itself, ptxas moves the wait up, before the exponentials that are to run beside the
     // products, or those down behind it. A loop that depends on their sum keeps both in place; the
@@ -236,7 +262,7 @@ struct Consumer {
     } else if (moved) {
       scale(factor);
     }
-    if constexpr (Config::holes) {
+    if constexpr (hides_any<Config>()) {
       forget_unseen_values(seen);
     } else if (hides) {
       forget_values(w, key0);
@@ -260,8 +286,8 @@ struct Consumer {
       start(q, k, v, false);
       ptx::products_wait<1>();
       ptx::settle(S);
-      if constexpr (Config::features) {
-        finish_scores(S, p, w, row(), key0 - i * Config::Bc + 2 * (int(threadIdx.x) % 4));
+      if constexpr (Config::scaled) {
+        finish(w, key0 - i * Config::Bc + 2 * (int(threadIdx.x) % 4));
       }
       float sum[2];
       exponentials(S, false, state.m_ref, p.unit, sum);
@@ -299,7 +325,7 @@ struct Consumer {
       step(w, key0, key0 == w.last_tile, again, lazy);
       lazy[0] = lazy[1] = p.lazy_2;
       key0 -= Config::Bc;
-      if constexpr (!Config::holes) {
+      if constexpr (!hides_any<Config>()) {
         const int plain = key0 < w.full_end ? max((key0 - lowest) / Config::Bc + 1, 0) : 0;
         const int done = plain_steps(w, key0, plain, lazy);
         key0 -= done * Config::Bc;

@@ -10,7 +10,7 @@ namespace cf {
 // One warp: the block's works without keys. Nobody else sees them.
 template <typename Config>
 CF_DEVICE void store_empty_works(const ForwardSm90Params& p) {
-  Turns<Config> turns{p};
+  Turns<Config> turns(p);
   while (turns.next()) {
     Work w;
     turns.open(w);

@@ -8,10 +8,10 @@ namespace cf {
 
 struct ForwardSm90Params : ForwardParams {
   int32 pack;        // query heads whose rows stand side by side in a tile: 1 or the whole group
-  int32 section;     // heads (of `pack` query heads) that are worked on at a time; see Turns
+  int32 section;     // heads (of `pack` query heads) that are worked on at a time; see Sections
   float unit;        // P = 2^(unit S - reference): for S = q.k it is scale log2(e), above 0
   float lazy_2;      // the lazy threshold as a power of 2
-  float qk_scale;    // with `features` scores are finished first, and `unit` is log2(e): scale,
+  float qk_scale;    // `scaled` scores are finished first, and `unit` is log2(e): scale,
   float cap, per_cap;          // softcap (0: none) and its inverse
   float most;        // that a thread's P of a key tile sum to, or the reference has to move
   TensorMap q_map;   // boxes [64 / pack, pack, 64] of [batch, Nq, heads_q, d]

@@ -84,7 +84,7 @@ struct Producer {
   // where that belongs to the next work; the next work's Q in advance, where it has a place. A work
   // is published one work ahead, behind the first tiles of the one before.
   CF_DEVICE void run() {
-    Turns<Config> turns{p};
+    Turns<Config> turns(p);
     Place<WORKS> next;
     bool first = true;
     int key0 = -1, first_tile = 0;                      // of a work that has been loaded

@@ -1,21 +1,17 @@
 // The online softmax on accumulators of wgmma: a thread holds a part of two rows.
 #pragma once
 
+#include "../attention/score.cuh"
 #include "../attention/softmax.cuh"
+#include "../view/accumulators.cuh"
 #include "work.cuh"
 
 namespace cf {
 
-
 // Element i of the accumulators belongs to row i / 2 % 2 of the thread's two.
 CF_HOST_DEVICE constexpr int row_of(int i) { return i / 2 % 2; }
 
-// m and l of the thread's two rows.
-//
-// unit * m is rounded, and unit * S - m_ref by one multiply-add is not: the largest P is 2 to the
-// power of that rounding error, which is nothing up to LARGE, and anything for scores of 1e11. Rows
-// beyond, and rows that have seen no key, have the lowest number for m_ref: it brings them to the
-// place where references move in every step, where S - m is taken first.
+// m and l of the thread's two rows. m_ref: see PowerReference.
 struct RowState {
   float m[2];              // in units of S
   float m_ref[2];          // the reference as a power of 2, if it is usual
@@ -56,15 +52,14 @@ CF_DEVICE void row_maxima(const float (&S)[n], bool half, float (&m)[2]) {
 CF_DEVICE float move_reference(RowState& state, int r, float top, float lazy,
                                const ForwardSm90Params& p, float& shift, float& m_ref) {
   const float m = state.m[r];
-  const bool empty = m == -inf<float>();
-  const bool move = empty ? top != m : (top - m) * p.unit > lazy;
-  const float m_new = move ? top : m, power = m_new * p.unit;
-  const bool usual = fabsf(power) < LARGE;
+  const bool move = passes(top, m, p.unit, lazy);
+  const float m_new = move ? top : m;
+  const PowerReference reference(m_new, m_new * p.unit);
   state.m[r] = m_new;
-  state.m_ref[r] = usual ? power : LOWEST;
-  shift = usual || m_new == -inf<float>() ? 0.f : m_new;
-  m_ref = usual ? power : 0.f;
-  return empty || !move ? 1.f : ptx::exp2_approx((m - m_new) * p.unit);
+  state.m_ref[r] = reference.m_ref;
+  shift = reference.shift;
+  m_ref = PowerReference::after(reference.m_ref);
+  return move ? alpha_of(m, m_new, p.unit) : 1.f;
 }
 
 // S -> P in place, and the sums of a thread's part of each row of the unrounded P. half: P is 0 in
@@ -126,57 +121,6 @@ CF_DEVICE bool softmax_step(float (&S)[n], RowState& state, float (&alpha)[2], b
 #pragma unroll
   for (int r = 0; r < 2; ++r) state.l[r] += sum[r];
   return any;
-}
-
-// S: q.k -> scores by scale, softcap and ALiBi, of the rows r and r + 8 of a tile; column0: the key
-// of the thread's first column.
-template <int n>
-CF_DEVICE void finish_scores(float (&S)[n], const ForwardSm90Params& p, const Work& w, int r,
-                             int column0) {
-  ScoreRow<float> row[2] = {};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    row[i].position = w.query(r + 8 * i, p.pack) + w.offset;
-    if (p.slopes.address != 0) {
-      const int64 head = w.head_of(r + 8 * i, p.pack);
-      row[i].width = load<float>(p.slopes.address + w.b * p.slopes.b + head * p.slopes.h,
-                                 p.slopes.kind);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < n; ++i) {
-    float x = ptx::multiply(p.qk_scale, S[i]);
-    if (p.cap != 0.f) x = ptx::multiply(p.cap, tanh(x * p.per_cap));
-    if (p.slopes.address != 0) x = add_alibi(x, row[row_of(i)], column0 + i / 4 * 8 + i % 2);
-    S[i] = x;
-  }
-}
-
-// Which of a thread's columns in a row lie before `end`, a bit each: it has the first two of every
-// eight, counted from its first one.
-CF_DEVICE uint32 columns_before(int end) {
-  const int n = end <= 0 ? 0 : 2 * (end / 8) + min(end % 8, 2);
-  return n >= 32 ? 0xFFFFFFFF : (1u << n) - 1;
-}
-
-// S = -inf outside of the keys that each of the thread's rows sees; column0: the key of the
-// thread's first column.
-template <int n>
-CF_DEVICE void hide_keys(float (&S)[n], const KeyRange (&visible)[2], int column0) {
-#pragma unroll
-  for (int start = 0; start < n / 2; start += 32) {     // columns of a row, in words of 32
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int before = column0 + 4 * start;
-      const uint32 seen = columns_before(visible[r].end - before)
-                          & ~columns_before(visible[r].first - before);
-#pragma unroll
-      for (int j = 0; j < 32 && start + j < n / 2; ++j) {
-        const int i = (start + j) / 2 * 4 + 2 * r + j % 2;
-        if (!(seen & (1u << j))) S[i] = -inf<float>();
-      }
-    }
-  }
 }
 
 }  // namespace cf

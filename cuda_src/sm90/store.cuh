@@ -29,17 +29,17 @@ CF_DEVICE void row_addresses(const ForwardSm90Params& p, const Tensor& t, uint64
 // Ends the sums of the rows r and r + 8: stores lse, and factor becomes 1 / l. They are -inf and 0
 // for rows that see no key, and for rows behind q_lens. score_of_S: the factor from S to scores in
 // natural units.
+template <typename Config>
 CF_DEVICE void close_rows(const ForwardSm90Params& p, const Work& w, int r, const RowState& state,
                           float score_of_S, float (&factor)[2]) {
   float lse[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float l = row_sum(state.l[i]);
-    const bool any = r + 8 * i < w.rows && l != 0.f;
-    // The score is rounded as in the backward pass, or large ones and their lse would not cancel.
-    const float m = ptx::multiply(score_of_S, state.m[i]), sum = m + log(l);
-    lse[i] = any ? sum : -inf<float>();
-    factor[i] = any ? ptx::reciprocal(l) : 0.f;
+    const RowEnd<float> end = finish_row<Config>(p, w.head_of(r + 8 * i, p.pack), r + 8 * i < w.rows,
+                                                 ptx::multiply(score_of_S, state.m[i]),
+                                                 row_sum(state.l[i]));
+    lse[i] = end.lse();
+    factor[i] = end.factor;
   }
   if (threadIdx.x % 4 != 0 || p.lse.address == 0) return;
   uint64 rows[2];

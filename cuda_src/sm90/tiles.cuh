@@ -41,7 +41,7 @@ struct ForwardSm90Traits {
   // Half a tile of keys, where that is all that a warp sees, takes half the exponentials. Narrow
   // heads gain by it; for wide ones they are not what a step takes, and three consumers have no
   // registers for a second way.
-  static constexpr bool halves = groups == 2 && Config::d_v <= 64 && !Config::holes;
+  static constexpr bool halves = groups == 2 && Config::d_v <= 64 && !hides_any<Config>();
   static_assert(Config::Br == 64 * groups && (groups == 2 || groups == 3),
                 "Br must be 64 rows for each of 2 or 3 consumers");
   static_assert(Config::Bc % 16 == 0 && Config::d % 16 == 0 && Config::d_v % 16 == 0,

@@ -1,7 +1,8 @@
 // What a block does: tiles of query rows, one after the other, and the key tiles of each.
 #pragma once
 
-#include "../attention/mask.cuh"
+#include "../attention/band.cuh"
+#include "../attention/schedule.cuh"
 #include "params.cuh"
 
 namespace cf {
@@ -53,69 +54,27 @@ CF_DEVICE void find_key_tiles(Work& w, const ForwardSm90Params& p, int64 offset)
   w.full = ceil_div(min(w.first_key(last), w.kv_len), Bc) * Bc;
 }
 
-// The tasks of a block, which are tiles of rows of a head. The heads are worked on section by
-// section, so that the keys of a section stay in the L2 cache. Within a section the tiles with the
-// last rows come first, of all its heads: in causal attention they have the most keys. The blocks
-// take tasks in turns, back and forth, and each section begins with a new turn, so that no block
-// gets the longest tasks each time. section = 0: all tiles of a head, then the next head.
-// The planner keeps tasks, and packed rows and keys of a sequence, below 2^30.
+// The tasks of a block.
 template <typename Config>
-struct Turns {
-  const ForwardSm90Params& p;
-  const int most = section_heads();        // heads of a section
-  int turn = 0;
-  int section = 0;         // the turn's section, and which of the section's turns it is
-  int head = 0, tile = 0;  // of the task
+struct Turns : Sections<Config, ForwardSm90Params> {
+  using Base = Sections<Config, ForwardSm90Params>;
+  using Base::head, Base::p, Base::tile;
 
-  CF_DEVICE int tiles() const { return ceil_div(p.pack * int(p.Nq), Config::Br); }
-  CF_DEVICE int heads() const { return int(p.batch) * (int(p.heads_q) / p.pack); }
-
-  // A few more than the planner asks for, where their tiles then fill turns, there and back.
-  CF_DEVICE int section_heads() const {
-    const int there_and_back = 2 * int(gridDim.x);
-    const int turns = ceil_div(p.section * tiles(), there_and_back) * there_and_back;
-    const int filling = turns / tiles();
-    return filling >= p.section && filling - p.section <= p.section / 16 ? filling : p.section;
-  }
-
-  // The next task; false if there is none.
-  CF_DEVICE bool next() {
-    const int blocks = int(gridDim.x), block = int(blockIdx.x);
-    while (true) {
-      const int first = section * most;
-      const int here = p.section == 0 ? heads() : min(most, heads() - first);
-      if (here <= 0) return false;
-      const bool back = (turn + section) % 2 != 0;
-      const int place = turn * blocks + (back ? blocks - 1 - block : block);
-      const bool over = turn * blocks >= here * tiles();
-      if (over && p.section == 0) return false;
-      ++turn;
-      if (over) {
-        ++section;
-        turn = 0;
-      } else if (place < here * tiles()) {
-        const int step = p.section == 0 ? tiles() : here;
-        const int major = place / step, minor = place % step;
-        head = p.section == 0 ? major : first + minor;
-        tile = tiles() - 1 - (p.section == 0 ? minor : major);
-        return true;
-      }
-    }
-  }
+  CF_DEVICE explicit Turns(const ForwardSm90Params& p_) : Base{p_} {}
 
   CF_DEVICE void open(Work& w) const {
     const int per_batch = int(p.heads_q) / p.pack;
     w.b = head / per_batch;
     w.head = head % per_batch * p.pack;
     w.head_k = w.head / int(p.group);
-    w.out = p.out.address + w.b * p.out.b + w.head * p.out.h;
-    w.lse = p.lse.address + w.b * p.lse.b + w.head * p.lse.h;
+    w.out = head_address(p.out, w.b, w.head);
+    w.lse = head_address(p.lse, w.b, w.head);
     w.row0 = tile * Config::Br;
     w.count = min(p.pack * int(p.Nq) - w.row0, Config::Br);
-    const int64 q_len = length(p.q_lens, w.b, p.Nq);
-    w.kv_len = int(length(p.kv_lens, w.b, p.Nk));
-    w.rows = max(min(p.pack * int(q_len) - w.row0, w.count), 0);
-    find_key_tiles<Config>(w, p, offset_of(p, q_len, w.kv_len));
+    const Sequence s = open_sequence(p, w.b);
+    w.kv_len = int(s.kv_len);
+    w.rows = max(min(p.pack * int(s.q_len) - w.row0, w.count), 0);
+    find_key_tiles<Config>(w, p, s.offset);
   }
 };
 

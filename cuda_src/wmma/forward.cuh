@@ -1,8 +1,8 @@
 // The forward kernel. Dao, "FlashAttention-2" (2023), algorithm 1.
 #pragma once
 
-#include "../attention/softmax.cuh"
-#include "../attention/split.cuh"
+#include "../attention/schedule.cuh"
+#include "softmax.cuh"
 #include "store.cuh"
 
 namespace cf {
@@ -59,12 +59,14 @@ template <typename Config>
 CF_DEVICE void score_tile(const ForwardWmmaTiles<Config>& t, const Params& p, const Rows& rows,
                           int64 key0) {
   using T = accumulator<typename Config::element>;
+  const Scaling<T> scaling = scaling_of<Config>(p);
   for (int r = Own<Config>::row(); r < Config::Br; r += Own<Config>::row_step) {
     const ScoreRow<T> row = open_score_row<Config, T>(p, rows, r, t.ranges[r]);
     T* line = t.S + r * pitch<T>(Config::Bc);
     for (int j = Own<Config>::column(); j < Config::Bc; j += Own<Config>::lanes) {
-      T slope;
-      line[j] = score<Config>(p, row, line[j], int(key0) + j, slope);
+      const OneScore<T, ScoreRow<T>> view = {row, int(key0) + j};
+      finish_scores<Config>(line[j], view, p, scaling, [](int, T) {});
+      hide_keys(line[j], view, -inf<T>());
     }
   }
 }
@@ -93,9 +95,10 @@ CF_DEVICE void finish_rows(const ForwardParams& p, const ForwardWmmaTiles<Config
   for (int i = 0; i < Own<Config>::rows; ++i) {
     const int r = Own<Config>::row() + i * Own<Config>::row_step;
     if (r >= count || Own<Config>::column() != 0) continue;
-    const T l = state.l[i];
-    t.alpha[r] = l != T(0) ? T(1) / l : T(0);
-    store_m_and_l(p, rows, r, split, state.m[i], l);
+    const RowEnd<T> end = finish_row<Config>(p, rows.head0 + rows.packed.head(r), r < rows.rows,
+                                             state.m[i], state.l[i]);
+    t.alpha[r] = end.factor;
+    store_end(p, rows, r, split, end);
   }
 }
 
@@ -109,8 +112,7 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardWmmaTiles<Confi
   load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q),
                                            row0, 0, rows.rows, int(p.d), p.group, p.vector_bytes);
   find_ranges<Config>(t.ranges, p, rows);
-  const uint64 k_base = p.k.address + b * p.k.b + head_k * p.k.h;
-  const uint64 v_base = p.v.address + b * p.v.b + head_k * p.v.h;
+  const uint64 k_base = head_address(p.k, b, head_k), v_base = head_address(p.v, b, head_k);
   Accumulators<Config, Config::Br, Config::d_v> acc;
   Statistics<Config> state;
   const Range range = key_range(p, rows);
@@ -129,7 +131,7 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardWmmaTiles<Confi
                                                              transposed<Config::d>(t.K));
     ptx::sync_block("scores_written");
     score_tile<Config>(t, p, rows, key0);
-    if (hides_keys<Config>(p)) {
+    if constexpr (hides_any<Config>()) {
       ptx::sync_block("scores_finished");
       find_seen_keys<Config>(t.seen, t.S, rows.rows, keys);
       ptx::sync_block("seen_found");                    // and S may change
@@ -157,11 +159,8 @@ CF_DEVICE void forward_wmma(const ForwardParams& p) {
   const Where<Config> where = find_where<Config>(t.S);
   const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
-    const int64 split = task % p.splits;
-    const int64 tile = tiles - 1 - task / p.splits % tiles;   // the longest causal rows first
-    const int64 sequence = task / (p.splits * tiles);
-    forward_tile<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k, tile * Config::Br,
-                         split);
+    const SplitTile at = split_tile(p, task, p.splits, tiles, true);
+    forward_tile<Config>(p, t, where, at.b, at.head_k, at.tile * Config::Br, at.split);
     ptx::sync_block("memory_free");                     // for the next task
   }
 }

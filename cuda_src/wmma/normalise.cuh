@@ -1,7 +1,7 @@
 // The normalisers of rows with a large lse: the sums of the forward pass once more, without values.
 #pragma once
 
-#include "../attention/normaliser.cuh"
+#include "../attention/gradient.cuh"
 #include "forward.cuh"
 
 namespace cf {
@@ -16,8 +16,7 @@ CF_DEVICE bool keep_lse(const BackwardParams& p, const Rows& rows) {
   bool large = false;
   for (int r = int(threadIdx.x); r < rows.rows; r += 32 * Config::warps) {
     const T lse = at<const T>(rows.address(p.lse, r));
-    const int64 head = rows.head0 + rows.packed.head(r);
-    at<Normaliser<T>>(normaliser_address<T>(p, rows.b, head, rows.packed.query(r))) = {lse, T(0)};
+    at<Normaliser<T>>(normaliser_address<T>(p, rows, r)) = {lse, T(0)};
     large = large || is_large(lse);
   }
   return ptx::sync_block_or(large, "some_large");       // and the memory is free
@@ -38,9 +37,7 @@ CF_DEVICE void keep_sums(const BackwardParams& p, const Rows& rows,
     if (!is_large(lse) || !(difference <= 2 * unit * size && difference >= -2 * unit * size)) {
       continue;
     }
-    const int64 head = rows.head0 + rows.packed.head(r);
-    at<Normaliser<T>>(normaliser_address<T>(p, rows.b, head, rows.packed.query(r))) = {
-        state.m[i], log_l};
+    at<Normaliser<T>>(normaliser_address<T>(p, rows, r)) = {state.m[i], log_l};
   }
 }
 
@@ -55,7 +52,7 @@ CF_DEVICE void normalise_tile(const BackwardParams& p, const ForwardWmmaTiles<Co
   load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q), row0, 0, rows.rows, int(p.d),
                                            p.group, p.vector_bytes);
   find_ranges<Config>(t.ranges, p, rows);
-  const uint64 k_base = p.k.address + b * p.k.b + head_k * p.k.h;
+  const uint64 k_base = head_address(p.k, b, head_k);
   Statistics<Config> state;
   const Range range = key_range(p, rows);
   for (int64 key0 = range.first / Bc * Bc; key0 < range.end; key0 += Bc) {

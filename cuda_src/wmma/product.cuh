@@ -9,9 +9,8 @@
 #pragma once
 
 #include "../ptx/mma.cuh"
-#include "../attention/chain.cuh"
-#include "../attention/long_sums.cuh"
-#include "../attention/tiles.cuh"
+#include "../attention/sums.cuh"
+#include "tiles.cuh"
 
 namespace cf {
 

@@ -15,7 +15,7 @@ from .kernel import FRAGMENT, Kernel, Refusal
 from .types import LAZY, Buffer, CudaConfig, Launch, Plan
 
 SPLIT_KEYS = 512        # a split below this costs more in merging than idle multiprocessors
-ROWS_PER_BLOCK = 4      # of delta and combine, one warp each
+ROWS_PER_BLOCK = 4      # of combine and backward_sum, one warp each
 
 # All kernels. Of those that compute a pass the first that offers to is taken.
 KERNELS = (
@@ -23,7 +23,8 @@ KERNELS = (
     *cuda_forward_sm80.KERNELS, *cuda_backward_sm80.KERNELS,
     *cuda_wmma.KERNELS,
     Kernel("combine", "rows/combine.cuh", "ForwardParams"),
-    Kernel("delta", "rows/delta.cuh", "BackwardParams"),
+    Kernel("backward_preprocess", "rows/preprocess.cuh", "BackwardParams"),
+    Kernel("backward_postprocess", "rows/postprocess.cuh", "BackwardParams"),
     Kernel("backward_sum", "rows/backward_sum.cuh", "BackwardParams"),
 )
 _BY_ENTRY = {kernel.entry: kernel for kernel in KERNELS}
@@ -98,14 +99,35 @@ def plan_forward(problem, device, tuning):
 
 
 def plan_backward(problem, device, tuning):
-    """One walk over the rows for all gradients; the general kernels for what has none."""
-    kernel, offer, refusals = _choose("backward", problem, device, tuning)
-    main = _launch_over_rows(kernel, offer, problem, device)
-    if offer.around:
-        launches, workspace = _plan_one_walk(problem, device, main, offer.around, tuning)
-    else:
-        launches, workspace = _plan_general_backward(problem, device, main, tuning)
-    return _plan("backward", problem, device, launches, workspace, refusals)
+    """One loop over the rows for all gradients, or a kernel for dk and dv and one for dq."""
+    p = problem
+    kernel, offer, refusals = _choose("backward", p, device, tuning)
+    main = _launch_over_rows(kernel, offer, p, device)
+    fused = offer.around is not None
+    around = offer.around or cuda_backward_sm80.around(main.config)
+    launches, workspace = _normalise(p, device, tuning)
+    sums, buffers = _sum_of_splits(p, main)
+    launches += [_around("backward_preprocess", p, around, "lse and delta of each row"), main]
+    launches += [] if fused else [_part("dq_wmma", p, device, tuning)]
+    launches += [_around("backward_postprocess", p, around, "dq from its sums")] if fused else []
+    launches += sums
+    rows = _tiles_of_rows(p, around) * around.Br
+    workspace += [Buffer("state", 2 * rows, p.accumulator),
+                  *([Buffer("dq_sums", rows * around.d, p.accumulator)] if fused else []), *buffers]
+    if p.bias_shape and 0 not in p.bias_shape and not dict(main.config.constants).get("dbias"):
+        launches.append(_part("dbias_wmma", p, device, tuning))
+    return _plan("backward", p, device, launches, workspace, refusals)
+
+
+def _around(entry, problem, config, reason):
+    """A small kernel before or behind the ones that compute gradients."""
+    return _launch(entry, config, _tiles_of_rows(problem, config), 1, 0, reason)
+
+
+def _tiles_of_rows(problem, config):
+    """Tiles of packed rows of all key heads."""
+    p = problem
+    return p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
 
 
 def _launch_over_rows(kernel, offer, problem, device):
@@ -129,39 +151,6 @@ def _sum_of_splits(problem, main):
                       Buffer("dv_sums", main.splits * keys * p.d_v, p.accumulator)]
 
 
-def _plan_one_walk(problem, device, main, around, tuning):
-    """The kernel of all gradients, between two small ones that are compiled for `around`."""
-    p = problem
-    tiles = p.batch * p.heads_k * ceil(p.group * p.Nq / main.config.Br)
-    launches, workspace = _normalise(p, device, tuning)
-    prepare = replace(around, features=bool(launches))
-    launches += [
-        _launch("backward_preprocess", prepare, tiles, 1, 0, "lse, delta by tiles, zeros for dq"),
-        main,
-        _launch("backward_postprocess", around, tiles, 1, 0, "dq from its sums"),
-    ]
-    state, sums = cuda_backward_sm80.workspace(p, main.config)
-    more, buffers = _sum_of_splits(p, main)
-    launches += more
-    workspace += [Buffer("state", state, p.accumulator), Buffer("dq_sums", sums, p.accumulator),
-                  *buffers]
-    if p.bias_shape and 0 not in p.bias_shape and not cuda_backward_sm80.writes_dbias(p):
-        launches += [_delta(p), _part("dbias_wmma", p, device, tuning)]
-        workspace.append(_delta_buffer(p))
-    return launches, workspace
-
-
-def _plan_general_backward(problem, device, main, tuning):
-    """`delta`, one kernel for dk and dv, one for dq, and `dbias` if there is a bias."""
-    p = problem
-    launches, workspace = _normalise(p, device, tuning)
-    more, buffers = _sum_of_splits(p, main)
-    parts = ["dq_wmma", "dbias_wmma"] if p.bias_shape else ["dq_wmma"]
-    launches += [_delta(p), main, *more, *(_part(x, p, device, tuning) for x in parts)]
-    workspace += [_delta_buffer(p), *buffers]
-    return launches, workspace
-
-
 def _normalise(problem, device, tuning):
     """m and ln l of rows whose lse cannot hold them, beside a large bias or ALiBi."""
     p = problem
@@ -170,15 +159,6 @@ def _normalise(problem, device, tuning):
     launch = replace(_part("normalise", p, device, tuning),
                      reason="m and ln l of rows with a large lse")
     return [launch], [Buffer("normalisers", 2 * _rows(p), p.accumulator)]
-
-
-def _delta(problem):
-    return _row_launch("delta", problem, _rows(problem), 1,
-                       "rowsum(dO * O) - dlse, once for all that follow")
-
-
-def _delta_buffer(problem):
-    return Buffer("delta", _rows(problem), problem.accumulator)
 
 
 def _rows(problem):
@@ -211,7 +191,7 @@ def _row_launch(entry, problem, rows, splits, reason):
     if entry == "combine":
         element, precision = problem.accumulator, None
     config = CudaConfig(element, precision, FRAGMENT, FRAGMENT, ROWS_PER_BLOCK, FRAGMENT,
-                        ROWS_PER_BLOCK, features=False, lazy=LAZY)
+                        ROWS_PER_BLOCK, options=(), lazy=LAZY)
     return _launch(entry, config, ceil(rows / ROWS_PER_BLOCK), splits, 0, reason)
 
 

@@ -10,12 +10,13 @@ from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
-from .kernel import FRAGMENT, Candidate, Kernel, Offer, itemsize, kind_of, total
+from .kernel import FRAGMENT, Candidate, Offer, itemsize, kind_of, options_of, total
 from .types import LAZY, CudaConfig
 
 # Bytes of structs of the CUDA sources: KeyRange and SeenSpan, ScoreRow by those of a sum, OwnKeys.
 RANGE, SCORE_ROW, OWN_KEYS = 8, {4: 40, 8: 48}, 144
 CONSTANTS = ("roles", "parts", "stages", "blocks")
+WARPS_AROUND = 4            # of the kernels before and behind
 
 
 class FusedTile(NamedTuple):
@@ -82,25 +83,20 @@ class BackwardSm80(Candidate):
         p = problem
         if p.deterministic:
             return "its atomic additions have no order"
-        dtypes = [str(dtype) for name, _, _, dtype, *_ in p.layouts if name == "bias"]
-        if "float64" in (*dtypes, p.dbias_dtype) and p.dtype != "float64":
-            return "it takes a float64 bias with float64 alone"
         for tile in self.rows[kind_of(p.dtype, p.precision)]:
             config = long_sums.tuned(p, config_of(p, tile), device)
             need = smem_bytes(config)
             if max(p.d, p.d_v) > tile.d or need > device.smem:
                 continue
-            if config.features and tile.roles > 1:
-                continue        # features take the registers of the twice as many scores
-            around = replace(config, features=False, constants=config.constants[:len(CONSTANTS)])
-            return Offer(config, need, count_tasks(p, config), tile.reason, around)
+            if config.options and tile.roles > 1:
+                continue        # options take the registers of the twice as many scores
+            return Offer(config, need, count_tasks(p, config), tile.reason, around(config))
         return "it has no tile for such wide heads here"
 
 
 BACKWARD = BackwardSm80("backward_sm80", "sm80/backward.cuh", "BackwardParams",
                          direction="backward", family="sm80", rows=TILES)
-KERNELS = (BACKWARD, Kernel("backward_preprocess", "sm80/prepare.cuh", "BackwardParams"),
-           Kernel("backward_postprocess", "sm80/prepare.cuh", "BackwardParams"))
+KERNELS = (BACKWARD,)
 
 
 def count_tasks(problem, config):
@@ -122,7 +118,13 @@ def config_of(problem, tile):
         d = d_v = max(d, d_v)
     constants = tuple((name, getattr(tile, name)) for name in CONSTANTS)
     return CudaConfig(problem.dtype, problem.precision, d, d_v, tile.Br, tile.Bc, tile.warps,
-                      problem.has_features, LAZY, constants)
+                      options_of(problem), LAZY,
+                      (*constants, ("dbias", int(writes_dbias(problem)))))
+
+
+def around(config):
+    """What the kernels before and behind are compiled for."""
+    return replace(config, Bc=FRAGMENT, warps=WARPS_AROUND, options=(), constants=())
 
 
 def warps_across(tile):
@@ -153,14 +155,9 @@ def smem_pieces(config):
     if roles > 1:
         pieces.append(("P of the other role", Bc * Br * sums))
     pieces += [("lse, delta", stages * 2 * Br * sums), ("ranges", stages * Br * RANGE)]
-    if config.features:
+    if config.options:
         pieces += [("rows", stages * Br * SCORE_ROW[sums]), ("dbias", stages * Br * 8),
                    ("seen keys", 4 * parts * Bc)]
     return *pieces, ("own", OWN_KEYS), ("seen", 4 * RANGE)
 
 
-def workspace(problem, config):
-    """Elements of `state` and of `dq_sums`."""
-    p = problem
-    rows = p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br) * config.Br
-    return 2 * rows, rows * config.d

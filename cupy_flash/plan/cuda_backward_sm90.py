@@ -9,7 +9,7 @@ from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
-from .cuda_backward_sm80 import CONSTANTS, count_tasks
+from .cuda_backward_sm80 import around, count_tasks
 from .cuda_forward_sm90 import (
     HEAD,
     MOST_ROWS,
@@ -24,8 +24,6 @@ from .types import LAZY, CudaConfig
 
 CONSUMERS, WARPS = 2, 12    # of a block, with the producer's warps
 STAGES = 2                  # tiles of rows that are in shared memory or on their way
-# Warps, roles, parts, stages, blocks of the kernels around, which are those of the fused kernel.
-AROUND = 4, (1, 1, 1, 2)
 
 
 class Row(NamedTuple):
@@ -77,7 +75,7 @@ class BackwardSm90(Candidate):
         d = d_v = row.d
         if self.wide:
             d, d_v = (ceil(x / PANEL) * PANEL for x in (problem.d, problem.d_v))
-        return CudaConfig(problem.dtype, None, d, d_v, row.Br, row.Bc, WARPS, False, LAZY,
+        return CudaConfig(problem.dtype, None, d, d_v, row.Br, row.Bc, WARPS, (), LAZY,
                           (("blocks", 1),))
 
     def smem_bytes(self, config):
@@ -118,13 +116,6 @@ def unsupported_reason(problem, device):
     if long_sums.few_tiles(p, ROWS[0].Bc, device):
         return f"the tiles of {p.Nk} keys leave most multiprocessors idle"
     return unsupported_arrays(p, ("q", "k", "v", "dout"))
-
-
-def around(config):
-    """What the kernels before and behind are compiled for."""
-    warps, constants = AROUND
-    return replace(config, Bc=PANEL, warps=warps,
-                   constants=tuple(zip(CONSTANTS, constants, strict=True)))
 
 
 BACKWARD = BackwardSm90("backward_sm90", "sm90/backward.cuh", "BackwardSm90Params",

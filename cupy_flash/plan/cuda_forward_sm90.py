@@ -10,7 +10,7 @@ from math import ceil, e, log2, prod
 from typing import NamedTuple
 
 from . import long_sums
-from .kernel import FRAGMENT, RESIDENT, SCALES, Box, Candidate, Offer, total
+from .kernel import FRAGMENT, RESIDENT, SCALES, Box, Candidate, Offer, options_of, total
 from .types import LAZY, CudaConfig
 
 PANEL = 64                  # columns of a tile that lie together, 128 bytes
@@ -105,7 +105,7 @@ class ForwardSm90(Candidate):
         """The order of its tasks, and what scores and softmax need in base 2."""
         p, pack = problem, pack_of(problem, config.Br)
         return {"pack": pack, "section": section_of(p, pack), "lazy_2": config.lazy * log2(e),
-                "unit": log2(e) if config.features else p.scale * log2(e),
+                "unit": log2(e) if dict(config.constants)["scaled"] else p.scale * log2(e),
                 "qk_scale": p.scale, "cap": p.softcap, "per_cap": 1 / p.softcap if p.softcap else 0,
                 "most": config.Bc // 4 * e**config.lazy}
 
@@ -241,11 +241,11 @@ def config_of(problem, row):
     """What the kernel is compiled for, to serve this problem with this row."""
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
-    holes = reads_scores(p)
-    features = p.has_features or not SCALES[0] <= p.scale <= SCALES[1]
-    return CudaConfig(p.dtype, None, d, d_v, row.Br, row.Bc, 4 * (row.Br // 64 + 1), features,
+    options = options_of(p)
+    scaled = bool(options) or not SCALES[0] <= p.scale <= SCALES[1]
+    return CudaConfig(p.dtype, None, d, d_v, row.Br, row.Bc, 4 * (row.Br // 64 + 1), options,
                       LAZY, (("blocks", 1), ("wide", int(p.out_dtype != p.dtype)),
-                               ("narrow", narrow(p)), ("holes", int(holes))))
+                               ("narrow", narrow(p)), ("scaled", int(scaled))))
 
 
 def tile_bytes(rows, columns):

@@ -5,7 +5,7 @@ from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
-from .kernel import FRAGMENT, Candidate, Offer, itemsize, kind_of, total
+from .kernel import FRAGMENT, Candidate, Offer, itemsize, kind_of, options_of, total
 from .types import LAZY, CudaConfig
 
 # Accumulators of a thread, in 32-bit registers. Beside them a thread needs fragments, addresses
@@ -108,7 +108,7 @@ def config_of(entry, problem, tile):
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
     fresh = entry in FORWARD_ENTRIES and long_sums.is_fresh(p, long_sums.keys_of_a_row(p))
-    return CudaConfig(p.dtype, p.precision, d, d_v, tile.Br, tile.Bc, tile.warps, p.has_features,
+    return CudaConfig(p.dtype, p.precision, d, d_v, tile.Br, tile.Bc, tile.warps, options_of(p),
                       LAZY, (("fresh", 1),) if fresh else ())
 
 

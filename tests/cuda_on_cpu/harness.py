@@ -192,7 +192,7 @@ class Fibers:
         for launch in launches:
             build(launch.entry, launch.config, launch.smem_bytes, self.flags)
         for launch in launches:
-            packed = params.pack(plan, launch, operands, {"delta": 0} | addresses)
+            packed = params.pack(plan, launch, operands, addresses)
             if any(kernel_of(x.entry).maps for x in plan.launches):
                 put_maps(packed, plan, operands)
             self.launch(launch, packed)

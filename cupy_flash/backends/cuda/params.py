@@ -70,9 +70,11 @@ def pack(plan, launch, operands, addresses):
         extents = p.bias_shape or (0, 0, 0, 0)
         names = ("batch_bias", "heads_bias", "Nbias_q", "Nbias_k")
         values |= {name: addresses.get(name, 0)
-                   for name in ("delta", "state", "dq_sums", "dk_sums", "dv_sums",
+                   for name in ("state", "dq_sums", "dk_sums", "dv_sums",
                                 "normalisers")}
         values |= dict(zip(names, extents, strict=True))
+        values["state_rows"] = next((x.config.Br for x in plan.launches
+                                    if x.entry == "backward_preprocess"), 1)
         splits = max(x.splits for x in plan.launches)
         values |= {"row_splits": splits,
                    "split_rows": long_sums.split_rows(p.group * p.Nq, splits)}

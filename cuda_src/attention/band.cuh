@@ -1,11 +1,11 @@
-// Which keys a query sees: the one definition for forward, backward and dbias.
+// Which keys a query sees, and which queries see a key.
 //
 // Query i of a sequence stands at position i + offset among the keys and sees the keys
 // position - left ... position + right that exist. Causal is right = 0; `offset` defaults to
 // kv_len - q_len, so that the newest query sees every key.
 #pragma once
 
-#include "tiles.cuh"
+#include "sequence.cuh"
 
 namespace cf {
 
@@ -18,25 +18,6 @@ struct Range {
 struct KeyRange {
   int first, end;
 };
-
-// One tile of packed rows of one sequence: everything that its tiles of scores share.
-struct Rows {
-  int64 b, head0, row0;  // batch entry, first query head, first packed row
-  int rows;              // how many are real
-  int64 offset, kv_len;
-  PackedRows packed;
-
-  CF_DEVICE int64 position(int r) const { return packed.query(r) + offset; }
-  // Where the first head of a tensor starts, and row r.
-  CF_DEVICE uint64 base(const Tensor& t) const { return t.address + b * t.b + head0 * t.h; }
-  CF_DEVICE uint64 address(const Tensor& t, int r) const { return base(t) + packed.offset(t, r); }
-};
-
-// True number of queries or keys of a batch entry.
-CF_DEVICE int64 length(uint64 lens, int64 b, int64 N) {
-  if (lens == 0) return N;
-  return min(max(int64(at<const int32>(lens + 4 * b)), int64(0)), N);
-}
 
 // The keys that queries at the positions first ... last see together; {0, 0} if none.
 CF_DEVICE Range visible_keys(const Params& p, int64 first, int64 last, int64 kv_len) {
@@ -59,27 +40,41 @@ struct Diagonals {
   }
 };
 
-// The queries of `q_len` that see any of the keys first ... end - 1; {0, 0} if none.
-CF_DEVICE Range visible_queries(const Params& p, int64 first, int64 end, int64 q_len, int64 kv_len,
-                                int64 offset) {
-  end = min(end, kv_len);
+// The queries that see any of the keys first ... end - 1; {0, 0} if none.
+CF_DEVICE Range visible_queries(const Params& p, const Sequence& s, int64 first, int64 end) {
+  end = min(end, s.kv_len);
   if (first >= end) return {0, 0};
-  const int64 begin = max(first - p.right - offset, int64(0));
-  const int64 stop = min(end + p.left - offset, q_len);
+  const int64 begin = max(first - p.right - s.offset, int64(0));
+  const int64 stop = min(end + p.left - s.offset, s.q_len);
   return begin < stop ? Range{begin, stop} : Range{0, 0};
 }
 
-CF_DEVICE int64 offset_of(const Params& p, int64 q_len, int64 kv_len) {
-  return p.aligned ? kv_len - q_len : p.q_offset;
-}
+// The keys key0 ... key0 + keys of a block, and who sees them.
+struct KeyBand {
+  int64 first, end;            // packed rows that see any of the keys
+  int seen_first, seen_end;    // the keys, counted from key0, that any query sees
+  int whole_first, whole_end;  // tiles of rows all of which see all of the keys
 
-// The rows row0 ... row0 + height of the heads head0 ... head0 + group.
-CF_DEVICE Rows open_rows(const Params& p, int64 b, int64 head0, int64 group, int64 row0,
-                         int height) {
-  const int64 q_len = length(p.q_lens, b, p.Nq), kv_len = length(p.kv_lens, b, p.Nk);
-  const int64 rows = max(min(group * q_len - row0, int64(height)), int64(0));
-  return {b, head0, row0, int(rows), offset_of(p, q_len, kv_len), kv_len, PackedRows(row0, group)};
-}
+  KeyBand() = default;
+  CF_DEVICE KeyBand(const Params& p, const Sequence& s, int64 key0, int64 keys)
+      : whole_first(0), whole_end(0) {
+    const Range queries = visible_queries(p, s, key0, key0 + keys);
+    first = queries.first * p.group;
+    end = queries.end * p.group;
+    const auto from_first = [=](int64 key) { return int(min(max(key - key0, int64(0)), keys)); };
+    seen_first = from_first(queries.first + s.offset - p.left);
+    seen_end = from_first(min(queries.end + s.offset + p.right, s.kv_len));
+  }
+  // A row sees the last of the keys from one position on, and the first up to another.
+  template <int Br, int Bc>
+  CF_DEVICE void find_whole_tiles(const Params& p, const Sequence& s, int64 key0, int64 keys) {
+    if (keys < Bc || key0 + Bc > s.kv_len) return;
+    const int64 low = (key0 + Bc - 1 - p.right - s.offset) * p.group;
+    const int64 high = (key0 + p.left - s.offset + 1) * p.group;
+    whole_first = int(ceil_div(max(low, first), int64(Br)));
+    whole_end = int(max(min(high, end), int64(0)) / Br);
+  }
+};
 
 // The keys that any of the rows sees.
 CF_DEVICE Range key_range(const Params& p, const Rows& rows) {
@@ -128,36 +123,5 @@ struct SeenKeys {
     return key0 >= inner_first && key0 + Bc <= inner_end;
   }
 };
-
-// ranges[r] = the keys that row r sees; none if it is not a real one.
-template <typename Config>
-CF_DEVICE void find_ranges(KeyRange* ranges, const Params& p, const Rows& rows) {
-#pragma unroll 1
-  for (int r = int(threadIdx.x); r < Config::Br; r += 32 * Config::warps) {
-    Range range = {0, 0};
-    if (r < rows.rows) range = visible_keys(p, rows.position(r), rows.position(r), rows.kv_len);
-    ranges[r] = {int(range.first), int(range.end)};
-  }
-}
-
-// seen[j] = whether any row of the score tile S [Br, keys] sees key j. Needs S complete.
-template <typename Config, typename T>
-CF_DEVICE void find_seen_keys(int* seen, const T* S, int rows, int keys) {
-  for (int j = int(threadIdx.x); j < keys; j += 32 * Config::warps) {
-    bool any = false;
-    for (int r = 0; r < rows; ++r) any = any || S[r * pitch<T>(Config::Bc) + j] != -inf<T>();
-    seen[j] = any;
-  }
-}
-
-// Zeroes the rows of a tile of K or V that no query of the tile sees: whatever they hold must not
-// matter. 0 * NaN is NaN, so a probability of 0 is not enough to keep it out of a product.
-template <typename Config, int width, typename T>
-CF_DEVICE void forget_unseen_keys(T* tile, const int* seen, int keys) {
-  for (int i = int(threadIdx.x); i < keys * width; i += 32 * Config::warps) {
-    const int j = i / width;
-    if (!seen[j]) tile[j * pitch<T>(width) + i % width] = T{};
-  }
-}
 
 }  // namespace cf

@@ -1,5 +1,5 @@
-// Sums over many rows or keys: where they are cut into pieces, and how long they stay in the tensor
-// cores. cupy_flash/plan/long_sums.py decides where either is needed.
+// Long sums: how long they stay in the tensor cores, and where those over many rows are cut.
+// cupy_flash/plan/long_sums.py decides where either is needed.
 //
 // Tensor cores cut off what a sum cannot hold, all to one side: a sum of n equal terms of 16 bits
 // loses n * 6e-9 of itself (H200). Rounded additions lose a few units at 2^13 rows, and more where
@@ -9,6 +9,18 @@
 #include "../params.cuh"
 
 namespace cf {
+
+// Depth after which a sum of scores moves on to a total, by an ordinary addition; 0: never. At
+// N = 16384 a running float32 sum over mean-1 values is no better than plain TF32. In float64 a
+// chain over d = 256 has five times the rounding error of a BLAS product; over d = 128 it has less
+// than shorter ones. The 16-bit types and TF32 hide both.
+//
+// All kernels must sum scores alike, piece by piece from the first: where a key is nearly all that
+// a row sees, P of the backward pass is as exact as its score is the one in lse, bit by bit.
+template <typename Config>
+CF_HOST_DEVICE constexpr int chain_depth() {
+  return Config::precision == 2 ? 16 : sizeof(typename Config::element) == 8 ? 128 : 0;
+}
 
 // Config::fresh: sums of products leave the tensor cores after each tile, by ordinary additions.
 template <typename Config, typename = void>
@@ -40,14 +52,6 @@ struct RowPiece {
   int64 begin, end;
   bool first;
 };
-
-// Address of the sums of a split for a key head: [Nk, columns].
-template <typename T>
-CF_DEVICE uint64 sums_of(const BackwardParams& p, uint64 sums, int64 columns, int64 split,
-                         int64 head) {
-  const int64 heads = p.batch * p.heads_k;
-  return sums + (split * heads + head) * p.Nk * columns * int64(sizeof(T));
-}
 
 // body(piece, split) for all pieces of one split, or once where rows are not cut. All threads of a
 // block walk alike.

@@ -1,11 +1,9 @@
-// Tiles: pieces of shared memory, and how arrays get into them.
-//
-// A row of a problem is "packed" when the query heads of one key head stand side by side: packed
-// row r is query r / group of head r % group. A tile of packed rows serves grouped heads with one
-// load of K and V.
+// Tiles in shared memory: how arrays get into them, which keys their rows see, and what of them
+// nobody sees.
 #pragma once
 
-#include "../convert.cuh"
+#include "../attention/band.cuh"
+#include "../memory.cuh"
 
 namespace cf {
 
@@ -21,18 +19,6 @@ CF_HOST_DEVICE constexpr int tile_bytes(int rows, int columns) {
   return rows * pitch<T>(columns) * int(sizeof(T));
 }
 
-// Cuts arrays out of the block's shared memory, one after the other.
-struct Carver {
-  unsigned char* next;
-
-  template <typename T>
-  CF_DEVICE T* take(int bytes) {
-    T* piece = reinterpret_cast<T*>(next);
-    next += bytes;
-    return piece;
-  }
-};
-
 // Which scores a thread works on between the products: four threads share a row, and take every
 // fourth key each, so that a warp's 32 accesses hit 32 banks.
 template <typename Config>
@@ -44,84 +30,6 @@ struct Own {
   static CF_DEVICE int row() { return int(threadIdx.x) / lanes; }
   static CF_DEVICE int column() { return int(threadIdx.x) % lanes; }
 };
-
-// The packed rows row0, row0 + 1, ... of a key head: which query and which of the heads they are.
-struct PackedRows {
-  int64 query0;
-  uint32 lane0, group;
-
-  // Heads are seldom grouped, and divisions take their time.
-  CF_DEVICE PackedRows(int64 row0, int64 group_)
-      : query0(group_ == 1 ? row0 : row0 / group_),
-        lane0(group_ == 1 ? 0 : uint32(row0 % group_)),
-        group(uint32(group_)) {}
-  CF_DEVICE int64 query(int r) const { return query0 + queries(r); }
-  // Queries from the first row's to that of row r.
-  CF_DEVICE int queries(int r) const { return group == 1 ? r : int((lane0 + uint32(r)) / group); }
-  CF_DEVICE int64 head(int r) const { return group == 1 ? 0 : (lane0 + uint32(r)) % group; }
-  // Bytes from the tensor's first row of the first head to row r.
-  CF_DEVICE int64 offset(const Tensor& t, int r) const { return query(r) * t.n + head(r) * t.h; }
-};
-
-// Two elements that are loaded or stored as one.
-template <typename T>
-struct alignas(2 * sizeof(T)) Pair {
-  T x[2];
-};
-
-// 16 bytes of a tile's row.
-struct alignas(16) Chunk {
-  uint32 word[4];
-};
-struct alignas(8) HalfChunk {
-  uint32 word[2];
-};
-
-// The i-th 16-bit element of a chunk that holds 0 there.
-CF_DEVICE void set_element(Chunk& chunk, int i, uint16 bits) {
-  chunk.word[i / 2] |= uint32(bits) << 16 * (i % 2);
-}
-
-// The first `bytes` of a chunk, loaded in pieces of `vector_bytes`; zeros beyond.
-CF_DEVICE Chunk load_chunk(uint64 address, int bytes, int vector_bytes) {
-  Chunk chunk = {};
-  if (vector_bytes == 16) {
-    chunk = at<const Chunk>(address);
-  } else if (vector_bytes == 8) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (8 * i < bytes) {
-        const HalfChunk half = at<const HalfChunk>(address + 8 * i);
-        chunk.word[2 * i] = half.word[0];
-        chunk.word[2 * i + 1] = half.word[1];
-      }
-    }
-  } else if (vector_bytes == 4) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (4 * i < bytes) chunk.word[i] = at<const uint32>(address + 4 * i);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (2 * i < bytes) set_element(chunk, i, at<const uint16>(address + 2 * i));
-    }
-  }
-  return chunk;
-}
-
-// The same of float32 memory, rounded to 16-bit elements.
-template <typename T>
-CF_DEVICE Chunk load_narrowed(uint64 address, int elements) {
-  Chunk chunk = {};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (i < elements) {
-      set_element(chunk, i, narrow<T>(at<const float>(address + 4 * i)).bits);
-    }
-  }
-  return chunk;
-}
 
 // The elements column0 ... column0 + 16 bytes of one row, as operands of a product.
 template <typename Config>
@@ -168,6 +76,37 @@ CF_DEVICE void load_tile(typename Config::element* tile, const Tensor& t, uint64
       chunk = load_operands<Config>(t, base + rows.offset(t, r), c, columns, int(vector_bytes));
     }
     *reinterpret_cast<Chunk*>(tile + r * pitch<T>(width) + c) = chunk;
+  }
+}
+
+// ranges[r] = the keys that row r sees; none if it is not a real one.
+template <typename Config>
+CF_DEVICE void find_ranges(KeyRange* ranges, const Params& p, const Rows& rows) {
+#pragma unroll 1
+  for (int r = int(threadIdx.x); r < Config::Br; r += 32 * Config::warps) {
+    Range range = {0, 0};
+    if (r < rows.rows) range = visible_keys(p, rows.position(r), rows.position(r), rows.kv_len);
+    ranges[r] = {int(range.first), int(range.end)};
+  }
+}
+
+// seen[j] = whether any row of the score tile S [Br, keys] sees key j. Needs S complete.
+template <typename Config, typename T>
+CF_DEVICE void find_seen_keys(int* seen, const T* S, int rows, int keys) {
+  for (int j = int(threadIdx.x); j < keys; j += 32 * Config::warps) {
+    bool any = false;
+    for (int r = 0; r < rows; ++r) any = any || S[r * pitch<T>(Config::Bc) + j] != -inf<T>();
+    seen[j] = any;
+  }
+}
+
+// Zeroes the rows of a tile of K or V that no query of the tile sees: whatever they hold must not
+// matter. 0 * NaN is NaN, so a probability of 0 is not enough to keep it out of a product.
+template <typename Config, int width, typename T>
+CF_DEVICE void forget_unseen_keys(T* tile, const int* seen, int keys) {
+  for (int i = int(threadIdx.x); i < keys * width; i += 32 * Config::warps) {
+    const int j = i / width;
+    if (!seen[j]) tile[j * pitch<T>(width) + i % width] = T{};
   }
 }
 
