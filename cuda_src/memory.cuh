@@ -1,9 +1,8 @@
-// Pieces of memory: shared memory cut into arrays, and rows of arrays loaded and stored in pieces as
-// wide as their alignment allows.
+// Pieces of memory: shared memory cut into arrays, and rows of arrays loaded and stored in pieces
+// as wide as their alignment allows.
 #pragma once
 
 #include "convert.cuh"
-#include "ptx/mma.cuh"
 
 namespace cf {
 

@@ -38,7 +38,7 @@ struct Params {
 struct ForwardParams : Params {
   int64 splits, split_keys;          // split s has the keys s * split_keys ... (s + 1) * split_keys
   uint64 out_partial;                // [splits, batch, heads_q, Nq, d_v] of the accumulators' type
-  uint64 lse_partial, l_partial;     // [splits, batch, heads_q, Nq]: m and l, see attention/softmax.cuh
+  uint64 lse_partial, l_partial;     // [splits, batch, heads_q, Nq]: m and l, see store_end
 };
 
 struct BackwardParams : Params {
@@ -52,7 +52,7 @@ struct BackwardParams : Params {
   int64 Nbias_q, Nbias_k, batch_bias, heads_bias;
   int64 row_splits, split_rows;      // split s has the packed rows s * split_rows ...
   uint64 dk_sums, dv_sums;           // [row_splits, batch, heads_k, Nk, d or d_v]
-  uint64 normalisers;                // [batch, heads_q, Nq, 2], see attention/gradient.cuh, or absent
+  uint64 normalisers;                // [batch, heads_q, Nq, 2], see gradient.cuh, or absent
 };
 
 }  // namespace cf

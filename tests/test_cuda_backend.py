@@ -54,9 +54,9 @@ def test_the_unit_is_names_and_numbers():
         for one in make_plan(direction, problem, H200).launches:
             name, text = unit(one.entry, one.config, one.smem_bytes)
             header = kernel_of(one.entry).header
-            assert text.startswith(f"// sources sha256: {source.digest('base.cuh', header)}\n")
+            assert text.startswith(f"// sources sha256: {source.digest(header)}\n")
             assert f'#include "{header}"' in text and text.count(f"{name}(") == 1
-            assert headers_of([name]) == ("base.cuh", header)
+            assert headers_of([name]) == (header,)
             assert (source.folder() / header).is_file()
             assert f"smem_bytes == {one.smem_bytes}," in text and "tf32x3" in name
             assert "d = 48, d_v = 48" in text or "backward" in one.entry or one.entry == "combine"

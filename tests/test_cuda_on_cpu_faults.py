@@ -18,14 +18,14 @@ SEEDS = range(1, 13)
 # The barriers of each kernel.
 BARRIERS = {
     "forward_wmma": {"numbers_written", "tiles_loaded", "scores_written", "scores_finished",
-                "seen_found", "P_written", "V_read", "l_written", "memory_free"},
+                     "seen_found", "P_written", "V_read", "l_written", "memory_free"},
     "dkdv_wmma": {"numbers_written", "lse_loaded", "tiles_loaded", "products_written",
-                      "gradients_written"},
+                  "gradients_written"},
     "dq_wmma": {"numbers_written", "lse_loaded", "tiles_loaded", "products_written",
-                    "dS_written", "seen_found", "K_cleaned", "tiles_read", "factors_written",
-                    "memory_free"},
+                "dS_written", "seen_found", "K_cleaned", "tiles_read", "factors_written",
+                "memory_free"},
     "dbias_wmma": {"rows_read", "lse_loaded", "tiles_loaded", "products_written", "sums_written",
-              "sums_read"},
+                   "sums_read"},
 }
 
 
@@ -52,7 +52,7 @@ def attempt(run):
 def problem(dtype):
     """Several tiles of rows and of keys; rows that see nothing, keys that nobody sees."""
     x = inputs(Case("barriers", Nq=53, Nk=37, B=2, Hq=2, Hk=1, d=20, d_v=36, dtype=dtype,
-                    kv_lens=(37, 30), causal=True, mask="dense", bias="1hqk"))
+                    q_lens=(53, 20), kv_lens=(37, 30), causal=True, mask="dense", bias="1hqk"))
     hidden = slice(4, 9)
     x.options["mask"][..., hidden] = False
     x.k[..., hidden, :] = x.v[..., hidden, :] = np.nan

@@ -1,7 +1,7 @@
 // Powers of two, which P is made of in the kernels that keep scores in registers.
 #pragma once
 
-#include "../ptx/mma.cuh"
+#include "../convert.cuh"
 
 namespace cf {
 

@@ -82,15 +82,14 @@ CF_DEVICE void add_alibi(Scores& S, const View& view) {
 }
 
 // What an element of bias or mask adds; -inf hides the key even if its score is NaN.
+template <typename T, typename X>
+CF_DEVICE T added_by(X x) {
+  return T(widen(x));
+}
 template <typename T>
-struct Added {
-  static CF_DEVICE T of(unsigned char x, bool) { return x != 0 ? T(0) : -inf<T>(); }
-  static CF_DEVICE T of(uint16 x, bool half) {
-    return T(half ? widen(half_t{x}) : widen(bfloat16_t{x}));
-  }
-  static CF_DEVICE T of(float x, bool) { return T(x); }
-  static CF_DEVICE T of(double x, bool) { return T(x); }
-};
+CF_DEVICE T added_by(unsigned char x) {
+  return x != 0 ? T(0) : -inf<T>();
+}
 
 // S += the elements of an array, of which row(x).*start says where they begin. What no query sees
 // need not exist.
@@ -98,7 +97,6 @@ template <typename X, typename View, typename Scores>
 CF_DEVICE void add_array(Scores& S, const View& view, const Tensor& t,
                          uint64 ScoreRow<typename View::T>::*start) {
   using T = typename View::T;
-  const bool half = t.kind == FLOAT16;
 #pragma unroll
   for (int x0 = 0; x0 < View::count; x0 += View::loads) {
     T added[View::loads];
@@ -108,7 +106,7 @@ CF_DEVICE void add_array(Scores& S, const View& view, const Tensor& t,
       const uint32 key = uint32(view.key0 - row.first + view.key(x0 + i));
       const uint64 from = row.*start + view.key0 * t.c;
       const bool seen = key < uint32(row.end - row.first);
-      added[i] = seen ? Added<T>::of(at<const X>(from + view.key(x0 + i) * t.c), half) : -inf<T>();
+      added[i] = seen ? added_by<T>(at<const X>(from + view.key(x0 + i) * t.c)) : -inf<T>();
     }
 #pragma unroll
     for (int i = 0; i < View::loads && x0 + i < View::count; ++i) {
@@ -124,8 +122,10 @@ CF_DEVICE void add_options(Scores& S, const View& view, const Params& p) {
   using Row = ScoreRow<typename View::T>;
   if constexpr (has<Config>(ALIBI)) add_alibi(S, view);
   if constexpr (has<Config>(BIAS)) {
-    if (p.bias.kind == FLOAT16 || p.bias.kind == BFLOAT16) {
-      add_array<uint16>(S, view, p.bias, &Row::bias);
+    if (p.bias.kind == FLOAT16) {
+      add_array<half_t>(S, view, p.bias, &Row::bias);
+    } else if (p.bias.kind == BFLOAT16) {
+      add_array<bfloat16_t>(S, view, p.bias, &Row::bias);
     } else if (p.bias.kind == FLOAT32) {
       add_array<float>(S, view, p.bias, &Row::bias);
     } else {

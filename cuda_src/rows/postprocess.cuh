@@ -59,8 +59,8 @@ CF_DEVICE void backward_postprocess(const BackwardParams& p) {
     const int real = int(min(p.group * p.Nq - row0, int64(Config::Br)));
     for (int n = warp_id(); n < Config::Br / 16 * across / count; n += Config::warps) {
       finish_fragments<Config, count>(p, rows, real, dq_address<Config>(p, head, tile),
-                                      state_address<A>(p, head, tile, Config::Br), n * count / across,
-                                      n * count % across);
+                                      state_address<A>(p, head, tile, Config::Br),
+                                      n * count / across, n * count % across);
     }
   }
 }

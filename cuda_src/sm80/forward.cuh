@@ -180,7 +180,11 @@ struct ForwardWalk {
     const bool any = plain || task.own.any(key0, Bc);
     if (any) warp.template multiply_keys<often>(scores);
     if (!plain && any && !task.own.all(key0, Bc)) {
-      warp.hide(scores, task.keys, task.rows, key0);
+      if (key0 >= task.own.inner_first) {
+        warp.template hide<false>(scores, task.keys, task.rows, key0);
+      } else {
+        warp.template hide<true>(scores, task.keys, task.rows, key0);
+      }
     }
     if constexpr (Traits::parts == 2) moves = warp.softmax.find_top(scores, any, top);
     ptx::wait_for_copies<0>("V_copied");

@@ -130,14 +130,15 @@ struct ForwardWarp {
     add_small<Config>(scores, sums);
   }
 
-  // Hides what a row does not see.
+  // Hides what a row does not see: keys behind its end and, if `first`, those before its first.
+  template <bool first>
   static CF_DEVICE void hide(S& scores, const TileKeys& keys_of, const Rows& rows, int key0) {
     KeyRange ranges[2 * fragments];
 #pragma unroll
     for (int i = 0; i < 2 * fragments; ++i) {
       ranges[i] = keys_of.of_row(rows, Tiles::row0() + i * 8 + lane_row());
     }
-    const QueriesAsRows<typename F::Sum, KeyRange, fragments, keys, 1> view = {
+    const QueriesAsRows<typename F::Sum, KeyRange, fragments, keys, 1, first> view = {
         ranges, key0 + Tiles::key0() + lane_column()};
     hide_keys(scores, view, -inf<typename F::Sum>());
   }
@@ -240,7 +241,7 @@ struct ForwardWarp {
         said[Tiles::part() * Config::Br + Tiles::row0() + i * 8 + lane_row()] = x[i / 2][i % 2];
       }
     }
-    ptx::barrier(meeting(), 64, "other_part_said");
+    ptx::named_barrier_wait(meeting(), 64, "other_part_said");
 #pragma unroll
     for (int i = 0; i < 2 * fragments; ++i) {
       x[i / 2][i % 2] = said[(1 - Tiles::part()) * Config::Br + Tiles::row0() + i * 8 + lane_row()];
@@ -296,7 +297,7 @@ struct ForwardWarp {
       multiply_values(scores, t);
     }
     if constexpr (Traits::parts == 2) {
-      ptx::barrier(meeting(), 64, "other_P_written");
+      ptx::named_barrier_wait(meeting(), 64, "other_P_written");
       multiply_other_values(t);
     }
   }

@@ -23,7 +23,7 @@ struct KeyWork {
 template <typename Config>
 CF_DEVICE KeyWork open_key_work(const BackwardSm90Params& p, int64 task) {
   constexpr int64 Bc = Config::Bc;
-  const TileCoord at = tile_coord(p, task, ceil_div(p.Nk, Bc));   // the first causal keys come first
+  const TileCoord at = tile_coord(p, task, ceil_div(p.Nk, Bc));
   KeyWork w = {};
   w.state = state_address<float>(p, at.sequence, 0, Config::Br);
   w.dq_sums = dq_address<Config>(p, at.sequence, 0);

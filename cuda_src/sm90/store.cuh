@@ -35,7 +35,8 @@ CF_DEVICE void close_rows(const ForwardSm90Params& p, const Work& w, int r, cons
   float lse[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const RowEnd<float> end = finish_row<Config>(p, w.head_of(r + 8 * i, p.pack), r + 8 * i < w.rows,
+    const int own = r + 8 * i;
+    const RowEnd<float> end = finish_row<Config>(p, w.head_of(own, p.pack), own < w.rows,
                                                  ptx::multiply(score_of_S, state.m[i]),
                                                  row_sum(state.l[i]));
     lse[i] = end.lse();

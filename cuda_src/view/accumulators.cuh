@@ -81,7 +81,8 @@ struct KeysAsRows {
 };
 
 // A view of scores [M, N] of fragments whose rows are queries: the lane's 2 M rows, eight apart.
-template <typename T_, typename Row, int M, int N, int loads_>
+// from_first: whether a row may begin behind a key.
+template <typename T_, typename Row, int M, int N, int loads_, bool from_first = true>
 struct QueriesAsRows {
   using T = T_;
   static constexpr int keys = 4 * N, count = 2 * M * keys, loads = loads_;
@@ -104,7 +105,8 @@ struct QueriesAsRows {
   static constexpr int span = keys <= 32 ? keys : keys % 32 == 0 ? 32 : keys / 2;
   CF_DEVICE Seen seen(int x) const {
     const int before = key0 + 4 * (x % keys);
-    return {keys_before(row(x).end - before) & ~keys_before(row(x).first - before)};
+    const uint32 hidden = from_first ? keys_before(row(x).first - before) : 0;
+    return {keys_before(row(x).end - before) & ~hidden};
   }
   // The lane's keys before the one at `end`, a bit each, counted from its first one: it has the
   // first two of every eight.
