@@ -364,13 +364,12 @@ def _refusal(function, unnamed, given):
     return refusal(function, unnamed, given, known)
 
 
-def _run(direction, problem, arrays, addresses):
+def _run(direction, problem, arrays):
     """The results that the caller gave no buffer for, by name."""
     if _PRINTS_PLANS:
         console.say(str(make_plan(direction, problem, device.of(problem.gpu))))
-    if problem.gpu is None:
-        return _backend("cpu").run(direction, problem, arrays)
-    return _backend("cuda").run(direction, problem, arrays, addresses)
+    backend = _backend("cpu" if problem.gpu is None else "cuda")
+    return backend.run(direction, problem, arrays)
 
 
 @cache
