@@ -13,8 +13,8 @@ def problem_of(*, has_mask=False, has_alibi=False, has_q_lens=False, has_kv_lens
     """A `Problem` with these numbers, and with layouts for the arrays that are named.
 
     `layouts` are tuples of name, shape, strides, name of the dtype and whether elements are
-    aligned; `unaligned` arrays lie at an address that is no multiple of 16. Which are copied
-    follows from their strides.
+    aligned; `unaligned` arrays, dense if they have none, lie at an address that is no multiple of
+    16. Which are copied follows from their strides.
     """
     p = Problem(**numbers)
     arrays = [_dense("mask", p.scores, np.bool_)] if has_mask else []
@@ -24,6 +24,11 @@ def problem_of(*, has_mask=False, has_alibi=False, has_q_lens=False, has_kv_lens
         arrays.append(_dense("alibi_slopes", (p.heads_q,), np.float32))
     arrays += [_dense(name, (p.batch,), np.int32)
                for name, given in (("q_lens", has_q_lens), ("kv_lens", has_kv_lens)) if given]
+    shapes = {"q": (p.batch, p.heads_q, p.Nq, p.d), "k": (p.batch, p.heads_k, p.Nk, p.d),
+              "v": (p.batch, p.heads_k, p.Nk, p.d_v), "out": (p.batch, p.heads_q, p.Nq, p.d_v)}
+    named = {entry[0] for entry in layouts}
+    arrays += [_dense(name, shapes[name], DTYPES[p.dtype])._replace(offset=2)
+               for name in unaligned if name not in named]
     arrays += [Layout(name, shape, strides, DTYPES[dtype], aligned, 2 * (name in unaligned))
                for name, shape, strides, dtype, aligned in layouts]
     found = Problem(**numbers, layouts=Layouts(arrays))
