@@ -57,7 +57,7 @@ class Problem:
         Of each array of the call, by the names of the public functions: calls with the same problem
         differ in nothing but elements and addresses, and in these by multiples of 16.
 
-    What a repeated call asks for follows from the layouts when a problem is made:
+    What follows from the layouts alone is found when a problem is made:
 
     gpu : int or None
         The GPU on which the arrays are; None if they are in CPU memory.
@@ -65,6 +65,8 @@ class Problem:
         Inputs that kernels read as dense and that are not: they read a copy.
     buffers : tuple of str
         Results for which the caller gave the memory.
+    unaligned : tuple of str
+        Arrays on a GPU whose address is no multiple of 16 bytes.
     lengths : tuple of Option
         Those of the options that are lengths.
     """
@@ -89,6 +91,7 @@ class Problem:
     gpu: int | None = field(init=False)
     copied: tuple[str, ...] = field(init=False)
     buffers: tuple[str, ...] = field(init=False)
+    unaligned: tuple[str, ...] = field(init=False)
     lengths: tuple[Option, ...] = field(init=False)
 
     def __post_init__(self):
@@ -102,6 +105,7 @@ class Problem:
             "gpu": x["q"].gpu if "q" in x else None,
             "copied": tuple(name for name in dense if name in x and not x[name].dense),
             "buffers": tuple(name for name in results if name in x),
+            "unaligned": tuple(one.name for one in x if one.offset),
             "lengths": tuple(option for option in options if option.counts),
         }.items():
             object.__setattr__(self, name, value)       # frozen for everyone else
@@ -110,11 +114,6 @@ class Problem:
     def scores(self):
         """Extents of the matrices of scores: batch, query heads, queries, keys."""
         return self.batch, self.heads_q, self.Nq, self.Nk
-
-    @property
-    def unaligned(self):
-        """Arrays on a GPU whose address is no multiple of 16 bytes."""
-        return tuple(x.name for x in self.layouts if x.offset)
 
     @property
     def group(self):
