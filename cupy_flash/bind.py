@@ -31,12 +31,13 @@ from .checks import (
     check_result_buffer,
     check_results,
     check_shapes,
+    gradients,
 )
 from .intake import take_all
 from .options import ARRAYS, OPTIONS
-from .problem import Mask, Problem
+from .problem import WRT, Mask, Problem
 from .results import possible
-from .scalars import allowed_result, check_flag, numbers, result_dtype
+from .scalars import allowed_result, check_flag, numbers, operand_names, result_dtype
 
 _BUFFERS = ("dq", "dk", "dv")
 _NO_ARRAYS = (None,) * len(ARRAYS)      # the beginning of `Options`
@@ -68,7 +69,7 @@ def describe(q, k, v, options, wanted=("out_dtype", None)):
 
 
 def describe_both(arrays, options, *, out_dtype=None, returns_lse=False, deterministic=False,
-                  grad_dtype=None):
+                  grad_dtype=None, wrt=None):
     """Problems of a forward call and of the backward call after it; nothing is copied.
 
     `arrays` has q, k and v by name, and ``out, dout, lse, dlse, dq, dk, dv``, None where not given.
@@ -77,6 +78,7 @@ def describe_both(arrays, options, *, out_dtype=None, returns_lse=False, determi
     """
     check_flag("return_lse", returns_lse)
     check_flag("deterministic", deterministic)
+    wrt = operand_names(wrt)
     given = {name: x for name, x in arrays.items() if x is not None or name in ("q", "k", "v")}
     taken = _take_all(given, options)
     backwards = ("dout", "lse", "dlse", *_BUFFERS)
@@ -89,20 +91,24 @@ def describe_both(arrays, options, *, out_dtype=None, returns_lse=False, determi
                for name, like in (("dout", "out"), ("out", "out"), ("lse", "lse"))]
     named = {entry[0]: entry for entry in (*missing, *layouts(taken)[0])}
     backward = _problem("backward", tuple(named.values()), numbers(options),
-                        result_dtype("grad_dtype", grad_dtype), False, bool(deterministic))
+                        result_dtype("grad_dtype", grad_dtype), False, bool(deterministic), wrt)
     _check_buffers(backward, taken)
     return forward, backward
 
 
-def check_pullback(q, k, v, options, deterministic, grad_dtype):
+def check_pullback(q, k, v, options, deterministic, grad_dtype, wrt):
     """What a pullback will be called with, looked at before the forward pass is computed."""
     check_flag("deterministic", deterministic)
+    wrt = operand_names(wrt)
     if grad_dtype is not None:
         describe(q, k, v, options, ("grad_dtype", grad_dtype))
+    if wrt is not None:
+        given = {"q", "k", "v", *(name for name in ARRAYS if getattr(options, name) is not None)}
+        gradients(given, wrt)
 
 
 def bind_backward(dout, q, k, v, out, lse, options, dlse=None, deterministic=False, grad_dtype=None,
-                  dq=None, dk=None, dv=None):
+                  dq=None, dk=None, dv=None, wrt=None):
     """What a backward call asks for, and of which arrays; see `bind_forward`."""
     check_flag("deterministic", deterministic)
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
@@ -112,14 +118,14 @@ def bind_backward(dout, q, k, v, out, lse, options, dlse=None, deterministic=Fal
         given = zip(_BUFFERS, (dq, dk, dv), strict=True)
         arrays |= {name: x for name, x in given if x is not None}
     return _bind("backward", arrays, options, ("grad_dtype", grad_dtype), False,
-                 bool(deterministic))
+                 bool(deterministic), operand_names(wrt))
 
 
-def _bind(direction, arrays, options, wanted, returns_lse, deterministic):
+def _bind(direction, arrays, options, wanted, returns_lse, deterministic, wrt=None):
     """Both passes; `wanted` is the argument that names the results' dtype, and its value."""
     arrays = _take_all(arrays, options)
     problem, addresses = _describe(direction, arrays, options, wanted, returns_lse,
-                                   deterministic)
+                                   deterministic, wrt)
     _check_buffers(problem, arrays)
     if problem.copied:
         with on_device_of(arrays["q"]):
@@ -135,11 +141,11 @@ def _check_buffers(problem, arrays):
         check_buffer(name, arrays[name], {o: x for o, x in arrays.items() if o != name})
 
 
-def _describe(direction, arrays, options, wanted, returns_lse, deterministic):
+def _describe(direction, arrays, options, wanted, returns_lse, deterministic, wrt=None):
     """The problem, made or remembered, and the addresses; lengths in CPU memory are looked at."""
     named, addresses = layouts(arrays)
     problem = _problem(direction, named, numbers(options), result_dtype(*wanted), returns_lse,
-                       deterministic)
+                       deterministic, wrt)
     for option in problem.lengths:
         check_lens(option, arrays[option.name], problem.scores)
     return problem, addresses
@@ -154,7 +160,7 @@ def _take_all(arrays, options):
 
 
 @lru_cache(maxsize=4096)
-def _problem(direction, arrays, values, wanted, returns_lse, deterministic):
+def _problem(direction, arrays, values, wanted, returns_lse, deterministic, wrt):
     """The `Problem` of a call, after every check that needs no element."""
     scale, softcap, left, right, q_offset, precision = values
     wanted_name, wanted = wanted
@@ -172,9 +178,11 @@ def _problem(direction, arrays, values, wanted, returns_lse, deterministic):
         precision = precision or "tf32x3"
     dtype = allowed_result(wanted_name, wanted, q.dtype.name)
     if direction == "forward":
+        wrt = WRT
         buffers = {"out": (*q.shape[:-1], v.shape[-1])}
     else:
         check_results(named)
+        wrt = gradients(named, wrt)
         buffers = {name: named[name[1]].shape for name in _BUFFERS}
     buffers = {name: shape for name, shape in buffers.items() if name in named}
     for name, shape in buffers.items():
@@ -187,5 +195,5 @@ def _problem(direction, arrays, values, wanted, returns_lse, deterministic):
         precision=precision, scale=q.shape[-1]**-0.5 if scale is None else scale, softcap=softcap,
         mask=Mask(left, right, q_offset), returns_lse=returns_lse, deterministic=deterministic,
         grad_dtype=dtype.name if direction == "backward" and wanted is not None else None,
-        layouts=Layouts(named.values()),
+        wrt=wrt, layouts=Layouts(named.values()),
     )

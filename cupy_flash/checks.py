@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from .options import ARRAYS, DTYPES, shape_of
-from .problem import accumulator_of
+from .problem import GRADIENT_OF, accumulator_of
 
 MAX_HEAD_DIM, MAX_GPU_ROWS = 256, 2**30 - 1
 LAYOUT = "(N, d), (H, N, d) or (B, H, N, d)"
@@ -263,6 +263,24 @@ def check_order(named):
     if moved and not right:
         raise ValueError(f"`dout` has shape {dout} and `v` has {v}, expected them the other way "
                          f"round (q {q}, k {k}): the order is {_ORDER}")
+
+
+def gradients(named, wrt):
+    """The gradients that are asked for: of all operands that there are, or of those in `wrt`."""
+    if wrt is not None:
+        for name in wrt:
+            if name not in named:
+                rest = tuple(other for other in wrt if other in named)
+                step = f"pass `{rest}`" if rest else f"pass `{name}=` as well"
+                raise ValueError(f"`wrt` has {name!r}, but the call has no `{name}`, expected "
+                                 f"names of operands that are given: {step}")
+        for name in GRADIENT_OF:
+            buffer = GRADIENT_OF[name]
+            if buffer in named and name not in wrt:
+                raise ValueError(f"`{buffer}` is given, but `wrt` is {wrt}, expected buffers for "
+                                 f"what is wanted alone: leave it out, or add {name!r} to `wrt`")
+    return tuple(gradient for name, gradient in GRADIENT_OF.items()
+                 if name in named and (wrt is None or name in wrt))
 
 
 def check_result_buffer(name, x, shape, dtype):

@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from .arrays import Layouts
 from .options import ARRAYS, GRADIENTS, NUMBERS, Option
 
+# Every gradient, by what it is called in `wrt`.
+GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv",
+               **{option.name: name for name, option in GRADIENTS.items()}}
+WRT = tuple(GRADIENT_OF.values())
 UNLIMITED = 2**40       # a window side without a bound; also the largest |q_offset|
 
 
@@ -53,6 +57,8 @@ class Problem:
         Forward: whether the log-sum-exp is a result.
     deterministic : bool
         Backward: the same bits in every run.
+    wrt : tuple of str
+        Backward: the gradients that are asked for, as the kernels name them.
     layouts : Layouts
         Of each array of the call, by the names of the public functions: calls with the same problem
         differ in nothing but elements and addresses, and in these by multiples of 16.
@@ -87,6 +93,7 @@ class Problem:
     grad_dtype: str | None = None
     returns_lse: bool = True
     deterministic: bool = False
+    wrt: tuple[str, ...] = WRT
     layouts: Layouts = field(default_factory=Layouts)
     gpu: int | None = field(init=False)
     copied: tuple[str, ...] = field(init=False)
@@ -139,6 +146,11 @@ class Problem:
         return (1,) * (4 - len(shape)) + shape
 
     @property
+    def wants_dbias(self):
+        """Whether a gradient of the bias is asked for that has elements."""
+        return "dbias" in self.wrt and bool(self.bias_shape) and 0 not in self.bias_shape
+
+    @property
     def dbias_dtype(self):
         """Name of the element type of dbias; None without a bias."""
         return self.gradient_dtype("dbias") if "bias" in self.layouts else None
@@ -173,6 +185,9 @@ class Problem:
                     if getattr(self, name)]
         options += [f"left {self.mask.left}"] if self.mask.left < UNLIMITED else []
         options += [f"right {self.mask.right}"] if self.mask.right < UNLIMITED else []
+        left_out = [name for name, gradient in GRADIENT_OF.items()
+                    if name in self.layouts and gradient not in self.wrt]
+        options += [f"no gradient of {' '.join(left_out)}"] if left_out else []
         return text + (f", {', '.join(options)}" if options else "")
 
 

@@ -54,8 +54,10 @@ def possible(direction, problem):
 
 def missing(direction, problem):
     """The results that are asked for and that the caller gave no buffer for."""
+    asked = problem.wrt if direction == "backward" else (
+        ("out", "lse") if problem.returns_lse else ("out",))
     return [result for name, result in possible(direction, problem).items()
-            if name not in problem.buffers and (name != "lse" or problem.returns_lse)]
+            if name in asked and name not in problem.buffers]
 
 
 def numpy_arrays(results, new=np.empty):
