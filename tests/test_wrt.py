@@ -146,14 +146,14 @@ def test_every_function_refuses_it_alike(wrt, error, words):
     calls = (lambda: cf.attention_backward(x, x, x, x, x, x[:, 0], wrt=wrt),
              lambda: cf.attention_vjp(x, x, x, wrt=wrt), lambda: cf.explain(x, x, x, wrt=wrt))
     for call in calls:
-        with pytest.raises(error, match="^`wrt` ") as raised:
+        with pytest.raises(error, match=r"^`wrt` ") as raised:
             call()
         assert words in str(raised.value)
 
 
 def test_a_gpu_refuses_it(launches):
     x, lse = fake(np.zeros((2, 3, 5, 16), np.float16)), fake(np.zeros((2, 3, 5), np.float32))
-    with pytest.raises(NotImplementedError, match="^`wrt` leaves dk, dv out"):
+    with pytest.raises(NotImplementedError, match=r"^`wrt` leaves dk, dv out"):
         cf.attention_backward(x, x, x, x, x, lse, wrt=("q",))
     assert launches == []
     assert cf.attention_backward(x, x, x, x, x, lse, wrt=("q", "k", "v")).dv.shape == x.shape
