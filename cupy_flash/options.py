@@ -23,7 +23,6 @@ class Option(NamedTuple):
         What the kernels call its array.
     axes : str
         The axes of that array: b batch, h query heads, q queries, k keys. Empty: it is no array.
-        One with a single axis lies dense in memory, and kernels get no more than its address.
     forms : tuple of str
         The axes that the user's array may have. Empty: whatever broadcasts to `axes`.
     dtypes : tuple of str
@@ -54,6 +53,11 @@ class Option(NamedTuple):
     gradient: str = ""
     changes_scores: bool = False
     text: str = ""
+
+    @property
+    def dense(self):
+        """Whether it has one axis, lies dense in memory, and kernels get its address alone."""
+        return len(self.axes) == 1
 
 
 _LENGTHS = {"axes": "b", "forms": ("b",), "dtypes": ("int32",), "each": "one per batch entry",

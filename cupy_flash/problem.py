@@ -106,7 +106,7 @@ class Problem:
         backward = "dout" in x
         options = [option for name, option in ARRAYS.items() if name in x]
         dense = ["q", "k", "v", *(("dout", "out") if backward else ()),
-                 *(option.name for option in options if len(option.axes) == 1)]
+                 *(option.name for option in options if option.dense)]
         results = ("dq", "dk", "dv") if backward else ("out",)
         for name, value in {
             "gpu": x["q"].gpu if "q" in x else None,

@@ -19,7 +19,7 @@ Tensor = np.dtype([(name, "i8") for name in ("address", "b", "h", "n", "c", "kin
 # What both passes must know of the problem, in one place so that they cannot differ.
 _COMMON = [
     *((name, Tensor) for name in ("q", "k", "v", "out", "lse")),
-    *((option.kernel, "i8" if len(option.axes) == 1 else Tensor) for option in ARRAYS.values()),
+    *((option.kernel, "i8" if option.dense else Tensor) for option in ARRAYS.values()),
     *((name, "i8") for name in ("batch", "heads_q", "heads_k", "group", "Nq", "Nk", "d", "d_v")),
     *((name, "i8") for name in ("aligned", "q_offset", "left", "right")),
     *((name, "i8") for name in ("Br", "Bc", "in_place", "round_inputs", "round_P")),
@@ -57,7 +57,7 @@ def pack(plan, operands, addresses):
     values = {name: _tensor(getattr(operands, name)) for name in dtype.names
               if dtype[name] == Tensor}
     values |= {option.kernel: _address(getattr(operands, option.kernel))
-               for option in ARRAYS.values() if option.kernel not in values}
+               for option in ARRAYS.values() if option.dense}
     values |= _common(plan.problem, launch.config)
     values |= (_forward if forward else _backward)(plan.problem, launch, addresses)
     if set(values) != set(dtype.names):

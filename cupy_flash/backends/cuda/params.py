@@ -52,8 +52,8 @@ def pack(plan, launch, operands, addresses):
     tensors = [name for name in dtype.names if dtype[name] == structs()["Tensor"]]
     values = {
         **{name: _tensor(getattr(operands, name)) for name in tensors},
-        **{option.kernel: address(getattr(operands, option.kernel)) for option in ARRAYS.values()
-           if len(option.axes) == 1},
+        **{option.kernel: address(getattr(operands, option.kernel))
+           for option in ARRAYS.values() if option.dense},
         "batch": p.batch, "heads_q": p.heads_q, "heads_k": p.heads_k, "group": p.group,
         "Nq": p.Nq, "Nk": p.Nk, "d": p.d, "d_v": p.d_v,
         "aligned": mask.q_offset is None, "q_offset": mask.q_offset or 0,
