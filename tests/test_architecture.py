@@ -24,10 +24,11 @@ LAYERS = (
     ("plan",),
     ("bind",),
     ("merge",),
-    ("checks", "scalars", "axes"),
+    ("checks", "scalars", "axes", "results"),
     ("intake",),
-    ("arrays", "console", "problem", "device", "words", "reference", "_version"),
-    ("dlpack", "processors"),
+    ("problem",),
+    ("arrays", "console", "device", "words", "reference", "_version"),
+    ("dlpack", "options", "processors"),
 )
 LEVEL = {part: len(LAYERS) - i for i, parts in enumerate(LAYERS) for part in parts}
 # Where the heavy packages may be imported: folders and files of the package.

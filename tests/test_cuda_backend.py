@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from operator import ne
 from types import SimpleNamespace
 
@@ -78,13 +79,13 @@ def test_the_kept_struct_is_the_packed_one(case, launches):
     for _ in range(2):
         y = move(inputs(case))
         out, lse = cf.attention(y.q, y.k, y.v, return_lse=True, **y.options)
-        problem, arrays, _ = bind_forward(y.q, y.k, y.v, Options(**y.options))
-        check(launches, "forward", problem, arrays | {"out": out, "lse": lse})
+        problem, arrays = bind_forward(y.q, y.k, y.v, Options(**y.options))
+        check(launches, "forward", problem, arrays.named | {"out": out, "lse": lse})
         g = cf.attention_backward(y.dout, y.q, y.k, y.v, out, lse, dlse=y.dlse, **y.options)
-        problem, arrays, _ = bind_backward(y.dout, y.q, y.k, y.v, out, lse, Options(**y.options),
+        problem, arrays = bind_backward(y.dout, y.q, y.k, y.v, out, lse, Options(**y.options),
                                            dlse=y.dlse)
         grads = {name: x for name, x in g._asdict().items() if x is not None}
-        check(launches, "backward", problem, arrays | grads)
+        check(launches, "backward", problem, arrays.named | grads)
 
 
 def check(launches, direction, problem, arrays):
@@ -166,25 +167,25 @@ def test_threads_do_not_mix_their_calls(launches):
 
 
 def test_each_device_has_its_own_plan(launches, monkeypatch):
-    asked = []
-    monkeypatch.setattr(device, "gpu", lambda number: asked.append(number) or H200)
+    gpus = [replace(H200, number=number) for number in (0, 1)]
+    monkeypatch.setattr(device, "gpu", gpus.__getitem__)
     monkeypatch.setattr(launch, "get_device_id", lambda: 1)
     monkeypatch.setattr(cupy.cuda, "Device", lambda number: nullcontext())
     for number in (0, 1, 0, 1):
         x = fake(np.zeros((2, 3, 5, 16), np.float16), device=number)
         cf.attention(x, x, x)
-    assert asked == [0, 1] and len(launches) == 4
+    assert [key[2] for key in launch.prepared] == gpus and len(launches) == 4
 
 
 def test_a_struct_is_a_call_s_own(launches):
     """Two threads may fill the structs of one plan at once."""
     x, y = (fake(np.zeros((2, 3, 5, 16), np.float16)) for _ in "xy")
     cf.attention(x, x, x)
-    (kept,) = launch._kept.values()
-    template, addresses = kept.template, [x.data.ptr] * 3
+    (kept,) = launch.prepared.values()
+    template, addresses = kept.template, dict.fromkeys("qkv", x.data.ptr)
     one = template.fill(addresses, 0)
     before = one[:]
-    template.fill([y.data.ptr, *addresses[1:]], 4096)
+    template.fill(addresses | {"q": y.data.ptr}, 4096)
     one[template.tasks] = 77
     assert sum(map(ne, one, before)) == 1
     assert template.fill(addresses, 0) == before

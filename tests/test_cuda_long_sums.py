@@ -9,6 +9,7 @@ import pytest
 from answers import answers_to
 from cases import KINDS, Case, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers
+from problems import problem_of
 from test_cuda_on_cpu import assert_same, on_cpu, wide
 from test_cuda_on_cpu_fused import small_tile
 
@@ -16,7 +17,7 @@ import cupy_flash as cf
 from cupy_flash.device import GpuDevice
 from cupy_flash.plan import long_sums, make_plan
 from cupy_flash.plan.cuda_forward_sm80 import Row
-from cupy_flash.problem import UNLIMITED, Mask, Problem
+from cupy_flash.problem import UNLIMITED, Mask
 
 PIECE = 64
 HOPPER = GpuDevice(0, "a pretended H200", 90, 132, 227 * 1024, targets=("90a",))
@@ -68,8 +69,9 @@ def test_forward_sums_leave_the_tensor_cores(kind, short_pieces):
 
 def problem(dtype, Nq, Nk, out_dtype, **options):
     precision = {"float32": "tf32x3"}.get(dtype)
-    return Problem(1, 8, 8, Nq, Nk, 64, 64, dtype, out_dtype, precision, 0.125, 0.0,
-                   **({"mask": Mask()} | options))
+    return problem_of(batch=1, heads_q=8, heads_k=8, Nq=Nq, Nk=Nk, d=64, d_v=64, dtype=dtype,
+                      out_dtype=out_dtype, precision=precision, scale=0.125, softcap=0.0,
+                      **({"mask": Mask()} | options))
 
 
 def main_launch(direction, *args, **options):

@@ -96,7 +96,8 @@ def test_unaligned_arrays_get_the_other_plan(launches):
     cf.attention(odd[0], k, v)
     cf.attention(q, k, odd[2])
     cf.attention(q, k, v, out=odd[0])
-    assert [name.startswith("forward_sm90") for name in launches.names] == [True, False, False, False]
+    assert [name.startswith("forward_sm90") for name in launches.names] == [
+        True, False, False, False]
     assert launches[3][3]["out"]["address"] == odd[0].data.ptr
     assert "k does not begin on a border of 16 bytes" in cf.explain(q, odd[1], v)
 

@@ -4,13 +4,14 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
+from problems import problem_of
 from units import SMEM
 
 from cupy_flash.device import GpuDevice
 from cupy_flash.plan import cuda_backward_sm80, cuda_forward_sm80, cuda_wmma, make_plan
 from cupy_flash.plan.cuda import SPLIT_KEYS, kernel_of
 from cupy_flash.plan.kernel import Offer, Refusal, kind_of
-from cupy_flash.problem import Mask, Problem
+from cupy_flash.problem import Mask
 
 ENTRIES = ("forward_wmma", "dkdv_wmma", "dq_wmma", "dbias_wmma")
 DTYPES = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"),
@@ -21,9 +22,10 @@ H200 = GpuDevice(0, "H200", 90, 132, 227 * 1024)
 
 def problem(**changes):
     """A bfloat16 problem of moderate size."""
-    base = Problem(batch=2, heads_q=4, heads_k=2, Nq=1000, Nk=3000, d=64, d_v=64, dtype="bfloat16",
-                   out_dtype="bfloat16", precision=None, scale=0.125, softcap=0.0, mask=Mask())
-    return replace(base, **changes)
+    return problem_of(**{
+        "batch": 2, "heads_q": 4, "heads_k": 2, "Nq": 1000, "Nk": 3000, "d": 64, "d_v": 64,
+        "dtype": "bfloat16", "out_dtype": "bfloat16", "precision": None, "scale": 0.125,
+        "softcap": 0.0, "mask": Mask(), **changes})
 
 
 @pytest.mark.parametrize("kib", [99, 163, 227])

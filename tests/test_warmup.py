@@ -86,7 +86,7 @@ def needs(gpu, dtype, d, call, *, swapped=False, **wanted):
                 "backward": bind_backward(q, q, k, k, q, lse, options, **{
                     name: x for name, x in wanted.items() if name != "out_dtype"})[0]}
     return {of(launch): launch.entry for direction, problem in problems.items()
-            for launch in make_plan(direction, replace(problem, gpu=0), gpu).launches}
+            for launch in make_plan(direction, calls.on_gpu(problem, 0), gpu).launches}
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)

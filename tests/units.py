@@ -18,11 +18,12 @@ from typing import NamedTuple
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import nvrtc  # noqa: E402
+from problems import problem_of  # noqa: E402
 
 from cupy_flash.backends.cuda.unit import unit  # noqa: E402
 from cupy_flash.device import GpuDevice  # noqa: E402
 from cupy_flash.plan import make_plan  # noqa: E402
-from cupy_flash.problem import Mask, Problem  # noqa: E402
+from cupy_flash.problem import Mask  # noqa: E402
 
 TABLE = Path(__file__).parent / "resources.json"
 # KiB of shared memory that a block can have, by compute capability.
@@ -63,9 +64,11 @@ def all_units(arch):
         for d, d_v in WIDTHS:
             # Plain, with all options, and what only a fixed order of sums leads to.
             for options, deterministic in ((False, False), (True, False), (False, True)):
-                problem = Problem(1, 1, 1, 64, 65536, d, d_v, dtype, dtype, precision, 1.0,
-                                  5.0 * options, Mask(), bias_shape=BIAS if options else None,
-                                  has_mask=options, has_alibi=options, deterministic=deterministic)
+                problem = problem_of(
+                    batch=1, heads_q=1, heads_k=1, Nq=64, Nk=65536, d=d, d_v=d_v, dtype=dtype,
+                    out_dtype=dtype, precision=precision, scale=1.0, softcap=5.0 * options,
+                    mask=Mask(), bias_shape=BIAS if options else None, has_mask=options,
+                    has_alibi=options, deterministic=deterministic)
                 for direction in ("forward", "backward"):
                     for launch in make_plan(direction, problem, device(arch)).launches:
                         c = launch.config

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cupy_flash.axes import as_given, four_axes
-from cupy_flash.backends.cpu import missing
+from cupy_flash.axes import four_axes
 from cupy_flash.backends.cuda import params, source, tensor_maps
 from cupy_flash.backends.cuda.unit import params_bytes, unit
 from cupy_flash.bind import Options, bind_backward, bind_forward
@@ -28,6 +27,7 @@ from cupy_flash.plan.cuda import KERNELS, kernel_of
 from cupy_flash.plan.cuda_backward_sm80 import FusedTile
 from cupy_flash.plan.cuda_wmma import Tile
 from cupy_flash.plan.kernel import ONE_TASK
+from cupy_flash.results import missing, numpy_arrays
 
 HERE = Path(__file__).parent
 # None where the fibers cannot run: they need the contexts and the memory map of Linux.
@@ -161,15 +161,15 @@ class Fibers:
 
     def forward(self, q, k, v, *, out_dtype=None, **options):
         """out and lse, as `cupy_flash.attention` returns them."""
-        problem, arrays, _ = bind_forward(q, k, v, Options(**options), out_dtype=out_dtype)
-        results = self.run(self.plan("forward", problem), arrays)
+        problem, arrays = bind_forward(q, k, v, Options(**options), out_dtype=out_dtype)
+        results = self.run(self.plan("forward", problem), arrays.named)
         return results["out"], results["lse"]
 
     def backward(self, dout, q, k, v, out, lse, *, dlse=None, grad_dtype=None, **options):
         """dq, dk, dv and dbias (or None), as `cupy_flash.attention_backward` returns them."""
-        problem, arrays, _ = bind_backward(dout, q, k, v, out, lse, Options(**options), dlse=dlse,
+        problem, arrays = bind_backward(dout, q, k, v, out, lse, Options(**options), dlse=dlse,
                                            grad_dtype=grad_dtype)
-        results = self.run(self.plan("backward", problem), arrays)
+        results = self.run(self.plan("backward", problem), arrays.named)
         return *(results[name] for name in ("dq", "dk", "dv")), results.get("dbias")
 
     def plan(self, direction, problem):
@@ -179,9 +179,8 @@ class Fibers:
 
     def run(self, plan, arrays):
         """Every launch of a plan, in order; workspace and results start as NaN."""
-        operands = four_axes(plan.problem, arrays)
-        results = missing(plan, operands)
-        operands = operands._replace(**results)
+        results = numpy_arrays(missing(plan.direction, plan.problem))
+        operands = four_axes(plan.problem, arrays | results)
         for result in results.values():
             _poison(result)
         buffers = {b.name: np.empty(b.extent, b.dtype) for b in plan.workspace}
@@ -196,7 +195,7 @@ class Fibers:
             if any(kernel_of(x.entry).maps for x in plan.launches):
                 put_maps(packed, plan, operands)
             self.launch(launch, packed)
-        return as_given(plan.problem, results)
+        return results
 
     def launch(self, launch, packed):
         """One kernel."""
