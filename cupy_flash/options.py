@@ -37,6 +37,8 @@ class Option(NamedTuple):
         What the kernels call the gradient with respect to it; empty: it has none.
     changes_scores : bool
         Whether scores are more than ``scale * q.k`` with it.
+    compiled : tuple of str
+        The passes whose CUDA kernels are compiled for it, `text` in capitals being its name there.
     text : str
         What `explain` calls it; empty: it does not name it.
     """
@@ -52,6 +54,7 @@ class Option(NamedTuple):
     counts: str = ""
     gradient: str = ""
     changes_scores: bool = False
+    compiled: tuple[str, ...] = ()
     text: str = ""
 
     @property
@@ -60,26 +63,28 @@ class Option(NamedTuple):
         return len(self.axes) == 1
 
 
+_BOTH = "forward", "backward"
 _LENGTHS = {"axes": "b", "forms": ("b",), "dtypes": ("int32",), "each": "one per batch entry",
             "step": "pass `np.int32([...])`"}
 
 # Arrays first: `Options` is cut behind them.
 OPTIONS = (
-    Option("mask", kernel="mask", axes="bhqk", dtypes=("bool",), changes_scores=True, text="mask"),
+    Option("mask", kernel="mask", axes="bhqk", dtypes=("bool",), changes_scores=True,
+           compiled=_BOTH, text="mask"),
     Option("bias", kernel="bias", axes="bhqk", dtypes=DTYPES, gradient="dbias",
-           changes_scores=True, text="bias"),
+           changes_scores=True, compiled=_BOTH, text="bias"),
     Option("alibi_slopes", kernel="slopes", axes="bh", forms=("h", "bh"),
            dtypes=("float32", "float64"),
            each="one per query head, or per batch entry and head",
            step="one slope for all heads is `np.full(Hq, slope, np.float32)`",
-           changes_scores=True, text="alibi"),
+           changes_scores=True, compiled=_BOTH, text="alibi"),
     Option("q_lens", kernel="q_lens", counts="q", text="q_lens", **_LENGTHS),
     Option("kv_lens", kernel="kv_lens", counts="k", text="kv_lens", **_LENGTHS),
     Option("scale"),
     Option("causal", default=False),
     Option("q_offset"),
     Option("window"),
-    Option("softcap", changes_scores=True, text="softcap"),
+    Option("softcap", changes_scores=True, compiled=_BOTH, text="softcap"),
     Option("precision"),
 )
 

@@ -4,7 +4,7 @@ from collections import namedtuple
 from dataclasses import dataclass, field
 
 from .arrays import Layouts
-from .options import ARRAYS, GRADIENTS, NUMBERS, Option
+from .options import ARRAYS, GRADIENTS, NUMBERS, OPTIONS, Option
 
 # Every gradient, by what it is called in `wrt`.
 GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv",
@@ -160,6 +160,11 @@ class Problem:
         """Whether scores are more than scale * q.k, beside the range of visible keys."""
         return (any(ARRAYS[x.name].changes_scores for x in self.layouts if x.name in ARRAYS)
                 or any(getattr(self, name) for name in _SCORES))
+
+    def compiled(self, direction):
+        """Names of the options that CUDA kernels of a pass are compiled for."""
+        return tuple(option.text for option in OPTIONS if direction in option.compiled and (
+            option.name in self.layouts if option.axes else getattr(self, option.name)))
 
     @property
     def accumulator(self):

@@ -141,7 +141,7 @@ def test_options_are_compiled_in_when_asked_for():
     for name, change in given.items():
         assert options(**change) == (name,)
     assert options(**given["mask"], **given["bias"], **given["softcap"], **given["alibi"]) == (
-        "mask", "bias", "softcap", "alibi")
+        "mask", "bias", "alibi", "softcap")
 
 
 def test_numbers_are_no_part_of_a_unit():

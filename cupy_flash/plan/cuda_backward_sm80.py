@@ -10,7 +10,7 @@ from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
-from .kernel import FRAGMENT, Candidate, Offer, itemsize, kind_of, options_of, total
+from .kernel import FRAGMENT, Candidate, Offer, itemsize, kind_of, total
 from .types import LAZY, CudaConfig
 
 # Bytes of structs of the CUDA sources: KeyRange and SeenSpan, ScoreRow by those of a sum, OwnKeys.
@@ -118,7 +118,7 @@ def config_of(problem, tile):
         d = d_v = max(d, d_v)
     constants = tuple((name, getattr(tile, name)) for name in CONSTANTS)
     return CudaConfig(problem.dtype, problem.precision, d, d_v, tile.Br, tile.Bc, tile.warps,
-                      options_of(problem), LAZY,
+                      problem.compiled("backward"), LAZY,
                       (*constants, ("dbias", int(writes_dbias(problem)))))
 
 

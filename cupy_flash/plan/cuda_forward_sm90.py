@@ -10,7 +10,7 @@ from math import ceil, e, log2, prod
 from typing import NamedTuple
 
 from . import long_sums
-from .kernel import FRAGMENT, RESIDENT, SCALES, Box, Candidate, Offer, options_of, total
+from .kernel import FRAGMENT, RESIDENT, SCALES, Box, Candidate, Offer, total
 from .types import LAZY, CudaConfig
 
 PANEL = 64                  # columns of a tile that lie together, 128 bytes
@@ -241,7 +241,7 @@ def config_of(problem, row):
     """What the kernel is compiled for, to serve this problem with this row."""
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
-    options = options_of(p)
+    options = p.compiled("forward")
     scaled = bool(options) or not SCALES[0] <= p.scale <= SCALES[1]
     return CudaConfig(p.dtype, None, d, d_v, row.Br, row.Bc, 4 * (row.Br // 64 + 1), options,
                       LAZY, (("blocks", 1), ("wide", int(p.out_dtype != p.dtype)),

@@ -17,8 +17,6 @@ SCALES = 2.0**-60, 2.0**60
 # blocks as there are multiprocessors, each of which it fills; the one task that has its number.
 TASKS, RESIDENT, ONE_TASK = "tasks", "resident", "one task a block"
 MOST_BLOCKS = 2**31 - 1
-# Options that change scores: what a call does not have is not compiled into its kernels.
-OPTIONS = "mask", "bias", "softcap", "alibi"
 # What a unit for the special instructions of an architecture needs beside the architecture.
 NVRTC = "12.9"
 
@@ -130,13 +128,6 @@ class Candidate(Kernel):
     def best(self, problem, device):
         """The `Offer` of the best row of the table; or why there is none, in words."""
         raise NotImplementedError
-
-
-def options_of(problem):
-    """The options of a problem that are compiled into its kernels, in the order of `OPTIONS`."""
-    p = problem
-    given = p.has_mask, p.bias_shape is not None, p.softcap != 0, p.has_alibi
-    return tuple(name for name, has in zip(OPTIONS, given, strict=True) if has)
 
 
 def kind_of(dtype, precision=None):

@@ -69,7 +69,7 @@ class CudaConfig:
     warps : int
         Warps of a block.
     options : tuple of str
-        The options that are compiled in, of `kernel.OPTIONS`.
+        The options that are compiled in: a call's own, by `Option.text`.
     lazy : float
         As in `CpuConfig`; an argument of the kernel.
     constants : tuple of (str, int)
