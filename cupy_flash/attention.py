@@ -191,7 +191,7 @@ def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, determinist
     wrt : tuple of str, optional
         The operands whose gradients are wanted, of "q", "k", "v" and "bias", each once; None: of
         all that there are. What is left out is None in the result and is not computed; what is
-        wanted has the same bits as without `wrt`. NumPy arrays only, in this version.
+        wanted has the same bits as without `wrt`.
     **options
         Those of the forward call: scale, causal, q_offset, window, mask, bias, softcap,
         alibi_slopes, q_lens, kv_lens, precision.

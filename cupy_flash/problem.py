@@ -161,10 +161,15 @@ class Problem:
         return (any(ARRAYS[x.name].changes_scores for x in self.layouts if x.name in ARRAYS)
                 or any(getattr(self, name) for name in _SCORES))
 
-    def compiled(self, direction):
-        """Names of the options that CUDA kernels of a pass are compiled for."""
-        return tuple(option.text for option in OPTIONS if direction in option.compiled and (
-            option.name in self.layouts if option.axes else getattr(self, option.name)))
+    def compiled(self, direction, scores):
+        """Names of the options that CUDA kernels of a pass are compiled for.
+
+        Those that change scores, for kernels that compute scores, or those that do not.
+        """
+        return tuple(option.text for option in OPTIONS
+                     if direction in option.compiled and option.changes_scores == scores
+                     and (option.name in self.layouts if option.axes
+                          else getattr(self, option.name)))
 
     @property
     def accumulator(self):

@@ -151,9 +151,13 @@ def test_every_function_refuses_it_alike(wrt, error, words):
         assert words in str(raised.value)
 
 
-def test_a_gpu_refuses_it(launches):
+@pytest.mark.parametrize("wrt", [("q",), ("k",), ("v",), ("k", "v"), ("q", "bias"), ("bias",)])
+def test_a_gpu_launches_nothing_for_the_rest(launches, wrt):
     x, lse = fake(np.zeros((2, 3, 5, 16), np.float16)), fake(np.zeros((2, 3, 5), np.float32))
-    with pytest.raises(NotImplementedError, match=r"^`wrt` leaves dk, dv out"):
-        cf.attention_backward(x, x, x, x, x, lse, wrt=("q",))
-    assert launches == []
-    assert cf.attention_backward(x, x, x, x, x, lse, wrt=("q", "k", "v")).dv.shape == x.shape
+    bias = fake(np.zeros((3, 5, 1), np.float16))
+    g = cf.attention_backward(x, x, x, x, x, lse, wrt=wrt, bias=bias)
+    assert [name for name in ("dq", "dk", "dv", "dbias") if getattr(g, name) is not None] == [
+        f"d{name}" for name in wrt]
+    names = " ".join(launches.names)
+    assert ("postprocess" in names) == ("q" in wrt) and ("dbias_wmma" in names) == ("bias" in wrt)
+    assert ("backward_sm80" in names) == (wrt != ("bias",))

@@ -11,9 +11,8 @@
 #pragma once
 
 #include "../view/accumulators.cuh"
-#include "exp2.cuh"
 #include "score.cuh"
-#include "workspace.cuh"
+#include "softmax.cuh"
 
 namespace cf {
 
@@ -39,6 +38,22 @@ template <typename T>
 CF_DEVICE bool is_large(T lse) {
   const T size = lse < T(0) ? -lse : lse;
   return size >= T(LARGE_LSE) && size < inf<T>();
+}
+
+// Whether m and l have to be looked at beside the lse of a row of this query head.
+template <typename Config, typename T>
+CF_DEVICE bool needs_sums(const BackwardParams&, int64, T lse) {
+  return is_large(lse);
+}
+
+// The normaliser of such a row, whose keys in this call sum to m and l.
+template <typename Config, typename T>
+CF_DEVICE Normaliser<T> normaliser_from(const BackwardParams& p, int64 head, T lse, T m, T l) {
+  constexpr T unit = sizeof(T) == 8 ? T(2.220446049250313e-16) : T(1.1920929e-7f);
+  const RowEnd<T> end = close_row<Config>(p, head, true, m, l);
+  const T log_l = log(end.l), difference = end.m + log_l - lse, size = lse < T(0) ? -lse : lse;
+  const bool same = difference <= 2 * unit * size && difference >= -2 * unit * size;
+  return is_large(lse) && same ? Normaliser<T>{end.m, log_l} : Normaliser<T>{lse, T(0)};
 }
 
 // Row r: from the kernel `normalise` if the plan has it, otherwise from lse alone.

@@ -13,6 +13,21 @@ CF_HOST_DEVICE constexpr bool has(int options) {
   return (Config::options & options) != 0;
 }
 
+// Config::wants: the gradients that are asked for, by these bits; without it, all.
+enum WantedGradient : int { DQ = 1, DK = 2, DV = 4 };
+template <typename Config, typename = void>
+struct Wanted {
+  static constexpr int value = DQ | DK | DV;
+};
+template <typename Config>
+struct Wanted<Config, decltype(void(Config::wants))> {
+  static constexpr int value = Config::wants;
+};
+template <typename Config>
+CF_HOST_DEVICE constexpr bool wants(int gradients) {
+  return (Wanted<Config>::value & gradients) != 0;
+}
+
 // Whether scores are more than scale * q.k in the range of visible keys.
 template <typename Config>
 CF_HOST_DEVICE constexpr bool changes_scores() {

@@ -88,12 +88,19 @@ struct RowEnd {
   CF_DEVICE T lse() const { return l != T(0) ? m + log(l) : -inf<T>(); }
 };
 
-// m: of scores in natural units, rounded as in the backward pass, or large ones and their lse would
-// not cancel. real: whether the row is one of q_lens. head: the query head.
+// All keys of a row have been seen. m: of scores in natural units, rounded as in the backward pass,
+// or large ones and their lse would not cancel. real: whether the row is one of q_lens. head: the
+// query head.
 template <typename Config, typename T>
-CF_DEVICE RowEnd<T> finish_row(const ForwardParams&, int64, bool real, T m, T l) {
+CF_DEVICE RowEnd<T> close_row(const Params&, int64, bool real, T m, T l) {
   l = real ? l : T(0);
   return {m, l, l != T(0) ? reciprocal<typename Config::element>(l) : T(0)};
+}
+
+// The same of the keys of one split, if they are split.
+template <typename Config, typename T>
+CF_DEVICE RowEnd<T> finish_row(const ForwardParams& p, int64 head, bool real, T m, T l) {
+  return close_row<Config>(p, head, real, m, l);
 }
 
 // lse of row r, or m and l of one split of its keys: beside a large m there is no room for ln l.

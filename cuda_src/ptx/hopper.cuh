@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mma.cuh"
+#include "shared.cuh"
 
 namespace cf {
 

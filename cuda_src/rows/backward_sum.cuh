@@ -40,8 +40,8 @@ CF_DEVICE void backward_sum(const BackwardParams& p) {
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
     const int64 i = task * Config::Br + int(threadIdx.x) / 32;
     if (i >= keys) continue;                            // the same in a whole warp
-    sum_splits<T>(p, p.dk, p.dk_sums, p.d, i / p.Nk, i % p.Nk);
-    sum_splits<T>(p, p.dv, p.dv_sums, p.d_v, i / p.Nk, i % p.Nk);
+    if (p.dk_sums != 0) sum_splits<T>(p, p.dk, p.dk_sums, p.d, i / p.Nk, i % p.Nk);
+    if (p.dv_sums != 0) sum_splits<T>(p, p.dv, p.dv_sums, p.d_v, i / p.Nk, i % p.Nk);
   }
 }
 

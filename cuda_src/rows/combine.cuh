@@ -1,7 +1,7 @@
 // Merging the splits of the keys: the same sums as cupy_flash.merge, in the order of the splits.
 #pragma once
 
-#include "../convert.cuh"
+#include "../attention/softmax.cuh"
 
 namespace cf {
 
@@ -29,24 +29,24 @@ CF_DEVICE void combine(const ForwardParams& p) {
       const T m_s = m_partial[s * rows + row];
       m = m_s > m || m_s != m_s ? m_s : m;              // a NaN stays
     }
-    const T m_ref = m == -inf<T>() ? T(0) : m;
+    const T m_ref = reference_of(m);
     T l = T(0);
     for (int64 s = 0; s < p.splits; ++s) {
       l += exp(m_partial[s * rows + row] - m_ref) * l_partial[s * rows + row];
     }
-    const T inverse = l != T(0) ? T(1) / l : T(0);
     const int64 i = row % p.Nq, head = row / p.Nq % p.heads_q, b = row / (p.Nq * p.heads_q);
-    const uint64 out = p.out.address + b * p.out.b + head * p.out.h + i * p.out.n;
+    const RowEnd<T> end = close_row<Config>(p, head, i < length(p.q_lens, b, p.Nq), m, l);
+    const uint64 out = head_address(p.out, b, head) + i * p.out.n;
     for (int64 c = lane; c < p.d_v; c += 32) {
       T total = T(0);
       for (int64 s = 0; s < p.splits; ++s) {
         const int64 at = s * rows + row;
         total += exp(m_partial[at] - m_ref) * l_partial[at] * out_partial[at * p.d_v + c];
       }
-      store(out + c * p.out.c, p.out.kind, total * inverse);
+      store(out + c * p.out.c, p.out.kind, total * end.factor);
     }
     if (lane == 0 && p.lse.address != 0) {
-      at<T>(p.lse.address + b * p.lse.b + head * p.lse.h + i * p.lse.n) = m + log(l);
+      at<T>(head_address(p.lse, b, head) + i * p.lse.n) = end.lse();
     }
   }
 }

@@ -146,12 +146,14 @@ CF_DEVICE void add_tile(Gradient& g, const Walk<Config>& walk,
     ptx::sync_block("Q_read");
     if (tile + 1 < end) walk.template copy_rows<true, false>(tile + 1, 0);
 #pragma unroll 1
-    for (int pass = 0; pass < Traits::dq_passes; ++pass) step.add_queries(sums, pass);
+    for (int pass = 0; pass < Traits::dq_passes; ++pass) {
+      if constexpr (wants<Config>(DQ)) step.add_queries(sums, pass);
+    }
   } else {
     if (Config::stages == 1 && Traits::free_early && tile + 1 < end) walk.copy_rows(tile + 1, 0);
 #pragma unroll 1
     for (int pass = 0; pass < Traits::dq_passes; ++pass) {
-      step.add_queries(sums, pass);
+      if constexpr (wants<Config>(DQ)) step.add_queries(sums, pass);
       if (pass == 0) step.add_shared(g);                // while the sums of dq are on their way
     }
   }
@@ -228,10 +230,14 @@ CF_DEVICE void fused_keys(const BackwardParams& p, const FusedTiles<Config>& t, 
                         piece);
   }
   const int part = Share<Config>::part();
-  store_gradient<Config, Config::d>(p, p.dk, p.dk_sums, int(p.d), own, piece, split, g.dk(),
-                                    part * Traits::d_part, A(p.scale), has_dk<Config>(), memory);
-  store_gradient<Config, Config::d_v>(p, p.dv, p.dv_sums, int(p.d_v), own, piece, split, g.dv(),
-                                      part * Traits::v_part, A(1), has_dv<Config>(), memory);
+  if constexpr (wants<Config>(DK)) {
+    store_gradient<Config, Config::d>(p, p.dk, p.dk_sums, int(p.d), own, piece, split, g.dk(),
+                                      part * Traits::d_part, A(p.scale), has_dk<Config>(), memory);
+  }
+  if constexpr (wants<Config>(DV)) {
+    store_gradient<Config, Config::d_v>(p, p.dv, p.dv_sums, int(p.d_v), own, piece, split, g.dv(),
+                                        part * Traits::v_part, A(1), has_dv<Config>(), memory);
+  }
 }
 
 // Tasks: tiles of keys of a key head, each once per split of the rows.

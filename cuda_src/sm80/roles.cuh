@@ -103,6 +103,7 @@ struct RoleStep : Step<Config> {
 
   // dV += P^T dO or dK += dS^T Q over the rows of a part.
   CF_DEVICE void add_part(RoleGradient<Config>& g, const typename F::A (&a)[M][K], int part) const {
+    if (has_P() ? !wants<Config>(DV) : !wants<Config>(DK)) return;
     const T* const rows = has_P() ? this->dO : this->Q;
     const ReaderB<Config, Layout::row, Tiles::q_pitch, Base::order, Traits::rests> B(rows, here());
     accumulate<Config>(g.x, a, B, part * Traits::part, S::part() * Traits::d_part);

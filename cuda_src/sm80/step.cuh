@@ -36,7 +36,8 @@ struct Step {
   static constexpr int M = S::keys, N = S::rows;
   // The two products of scores differ in nothing but addresses if d is d_v, and so do those of dV
   // and dK: in 3xTF32, where they are long, they are compiled once.
-  static constexpr bool alike = Config::precision == 2 && Config::d == Config::d_v;
+  static constexpr bool alike = Config::precision == 2 && Config::d == Config::d_v
+                                && wants<Config>(DK) && wants<Config>(DV);
   static constexpr Order order = depth_order<Config>();
   const BackwardParams& p;
   const Tiles& t;
@@ -145,13 +146,17 @@ struct Step {
   // dV += P^T dO and dK += dS^T Q over the rows row ... row + piece.
   template <typename Operand>
   CF_DEVICE void add_values(Gradients<Config>& g, const Operand& P, int row) const {
-    const ReaderB<Config, Layout::row, Tiles::v_pitch, order, Traits::rests> B(dO, here());
-    accumulate<Config>(g.v, P, B, row, S::part() * Traits::v_part);
+    if constexpr (wants<Config>(DV)) {
+      const ReaderB<Config, Layout::row, Tiles::v_pitch, order, Traits::rests> B(dO, here());
+      accumulate<Config>(g.v, P, B, row, S::part() * Traits::v_part);
+    }
   }
   template <typename Operand>
   CF_DEVICE void add_keys(Gradients<Config>& g, const Operand& dS, int row) const {
-    const ReaderB<Config, Layout::row, Tiles::q_pitch, order, Traits::rests> B(Q, here());
-    accumulate<Config>(g.k, dS, B, row, S::part() * Traits::d_part);
+    if constexpr (wants<Config>(DK)) {
+      const ReaderB<Config, Layout::row, Tiles::q_pitch, order, Traits::rests> B(Q, here());
+      accumulate<Config>(g.k, dS, B, row, S::part() * Traits::d_part);
+    }
   }
 
   // The warp's own rows. P^T and dS^T are left in shared memory for whom they concern. meanwhile():
@@ -227,7 +232,9 @@ struct Step {
     share(t.P, P, row);
     differentiate(dS, P, row);
     ptx::sync_block("P_written");
-    add_all(t.P, [&](const auto& a, int k) { add_values(g, a, k); });
+    if constexpr (wants<Config>(DV)) {
+      add_all(t.P, [&](const auto& a, int k) { add_values(g, a, k); });
+    }
     ptx::sync_block("P_read");                          // and dO
     meanwhile();
     share(t.dS, dS, row);
@@ -251,9 +258,11 @@ struct Step {
   // The rows that other warps of the strip differentiated; dS of all where P came first.
   CF_DEVICE void add_shared(Gradients<Config>& g) const {
     if constexpr (Traits::exchange) {
-      add_all(t.P, [&](const auto& a, int row) { add_values(g, a, row); });
+      if constexpr (wants<Config>(DV)) {
+        add_all(t.P, [&](const auto& a, int row) { add_values(g, a, row); });
+      }
     }
-    if constexpr (Traits::exchange || !Traits::own) {
+    if constexpr ((Traits::exchange || !Traits::own) && wants<Config>(DK)) {
       add_all(t.dS, [&](const auto& a, int row) { add_keys(g, a, row); });
     }
   }

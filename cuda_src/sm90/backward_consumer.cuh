@@ -75,7 +75,7 @@ struct BackwardConsumer : BackwardRows<Config, BackwardSm90Tiles<Config>> {
     this->round(P, S);
     if (Traits::early) {
       ptx::products_begin();
-      this->template start_sums<d_v>(dV, P, tiles.dO(stage));
+      this->template start_sums<DV, d_v>(dV, P, tiles.dO(stage));
       ptx::products_wait<1>();
     } else {
       ptx::products_wait<0>();
@@ -85,9 +85,9 @@ struct BackwardConsumer : BackwardRows<Config, BackwardSm90Tiles<Config>> {
     this->round(dS, dP);
     wait_for_turn();
     ptx::products_begin();
-    if (!Traits::early) this->template start_sums<d_v>(dV, P, tiles.dO(stage));
+    if (!Traits::early) this->template start_sums<DV, d_v>(dV, P, tiles.dO(stage));
     start_queries(tiles.dS(place.before().stage()));
-    this->template start_sums<d>(dK, dS, tiles.Q(stage));
+    this->template start_sums<DK, d>(dK, dS, tiles.Q(stage));
     share(tiles.dS(stage));
     ptx::fence_async_reads("dS_fenced");                // for the products
     ptx::products_wait<1>();
@@ -142,8 +142,8 @@ struct BackwardConsumer : BackwardRows<Config, BackwardSm90Tiles<Config>> {
       finish_queries();
     }
     ptx::named_barrier_wait(1, 256, "tiles_read");      // by both
-    store<d>(p.dk, w, p.d, dK, scale);
-    store<d_v>(p.dv, w, p.d_v, dV, 1.f);
+    if constexpr (wants<Config>(DK)) store<d>(p.dk, w, p.d, dK, scale);
+    if constexpr (wants<Config>(DV)) store<d_v>(p.dv, w, p.d_v, dV, 1.f);
   }
 };
 

@@ -61,13 +61,13 @@ struct BackwardRows {
     }
     ptx::products_commit();
   }
-  // sums += x B over the rows of a tile.
-  template <int width>
+  // sums += x B over the rows of a tile, in a group of its own; nothing if they are not asked for.
+  template <int gradient, int width>
   CF_DEVICE void start_sums(float (&sums)[width / 2], const Operand& x,
                             SmemAddress B) const {
     const ptx::UniformDescriptor rows(B, Br);
 #pragma unroll
-    for (int i = 0; i < Br / 16; ++i) {
+    for (int i = 0; i < (wants<Config>(gradient) ? Br / 16 : 0); ++i) {
       ptx::Wgmma<T, width>::columns(sums, x[i], rows.at(i * 16 * PANEL_ROW_BYTES), 1);
     }
     ptx::products_commit();
@@ -151,7 +151,7 @@ struct BackwardRows {
   static CF_DEVICE void multiply_keys(float (&dQ)[32], const ptx::UniformDescriptor& scores,
                                       const ptx::UniformDescriptor& keys) {
 #pragma unroll
-    for (int i = 0; i < Bc / 16; ++i) {
+    for (int i = 0; i < (wants<Config>(DQ) ? Bc / 16 : 0); ++i) {
       const int bytes = i * 16 * PANEL_ROW_BYTES;
       ptx::multiply_columns(T(), dQ, scores.at(bytes), keys.at(bytes), i > 0);
     }
@@ -159,7 +159,7 @@ struct BackwardRows {
   // And to the sums, in the fragments of `dq_offset`, of which those of 16 columns are neighbours.
   static CF_DEVICE void add_to_sums(uint64 sums, const float (&dQ)[32]) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < (wants<Config>(DQ) ? 8 : 0); ++j) {
       ptx::add_to_global(sums + dq_offset<Config>(0, j / 2, j % 2, 0), dQ[4 * j], dQ[4 * j + 1],
                          dQ[4 * j + 2], dQ[4 * j + 3]);
     }

@@ -63,11 +63,14 @@ struct WideConsumer : BackwardRows<Config, BackwardSm90WideTiles<Config>> {
     ptx::products_wait<0>();                            // also where it has no columns
     dq_sums += Br * Config::d * 4;
   }
+  template <int gradient>
   CF_DEVICE void store(const Tensor& t, const KeyWork& w, int columns, float scale) const {
     ptx::named_barrier_arrive(4 + group, 256);
     ptx::named_barrier_wait(5 - group, 256, "tiles_read");  // by the other
     constexpr int most = 64 * (Config::d > Config::d_v ? Config::d + 4 : Config::d_v + 4);
-    store_sums<T, width>(t, w, 0, columns, sums, scale, tiles.memory + group * most, 2 + group);
+    if constexpr (wants<Config>(gradient)) {
+      store_sums<T, width>(t, w, 0, columns, sums, scale, tiles.memory + group * most, 2 + group);
+    }
   }
 };
 
@@ -112,7 +115,7 @@ struct ValuesConsumer : WideConsumer<Config, Config::d_v> {
     hand_over();
     this->round(P, S);
     ptx::products_begin();
-    this->template start_sums<Config::d_v>(this->sums, P, tiles.dO(stage));
+    this->template start_sums<DV, Config::d_v>(this->sums, P, tiles.dO(stage));
     if (i > 0) {
       this->add_queries(place.before());
     } else {
@@ -129,7 +132,7 @@ struct ValuesConsumer : WideConsumer<Config, Config::d_v> {
 #pragma unroll 1
     for (int i = 0; i < end - first; ++i) step(w, i, scale);
     if (first < end) this->add_queries(place.before());
-    this->store(this->p.dv, w, int(this->p.d_v), 1.f);
+    this->template store<DV>(this->p.dv, w, int(this->p.d_v), 1.f);
   }
 };
 
@@ -197,7 +200,7 @@ struct KeysConsumer : WideConsumer<Config, Config::d> {
     this->round(dS, dP);
     share(tiles.dS(stage));
     ptx::products_begin();
-    this->template start_sums<Config::d>(this->sums, dS, tiles.Q(stage));
+    this->template start_sums<DK, Config::d>(this->sums, dS, tiles.Q(stage));
     this->add_queries(place);
     ptx::settle(this->sums);
     tiles.q().release(place);
@@ -208,7 +211,7 @@ struct KeysConsumer : WideConsumer<Config, Config::d> {
     this->begin(w);
 #pragma unroll 1
     for (int i = 0; i < end - first; ++i) step(w, i);
-    this->store(this->p.dk, w, int(this->p.d), float(this->p.scale));
+    this->template store<DK>(this->p.dk, w, int(this->p.d), float(this->p.scale));
   }
 };
 

@@ -47,22 +47,25 @@ CF_DEVICE void backward_keys(const BackwardParams& p,
     ptx::sync_block("products_written");                // S and dP
     gradient_tile(t, p, rows, key0);
     ptx::sync_block("gradients_written");               // P and dS
-    multiply<Br>(dv, transposed<Bc>(t.P), as_is<d_v>(t.dO));     // dV += P^T dO
-    multiply<Br>(dk, transposed<Bc>(t.dS), as_is<d>(t.Q));       // dK += dS^T Q
+    if constexpr (wants<Config>(DV)) {
+      multiply<Br>(dv, transposed<Bc>(t.P), as_is<d_v>(t.dO));   // dV += P^T dO
+    }
+    if constexpr (wants<Config>(DK)) {
+      multiply<Br>(dk, transposed<Bc>(t.dS), as_is<d>(t.Q));     // dK += dS^T Q
+    }
   }
-  if constexpr (has_pieces<Config>()) {
-    const int64 head = b * p.heads_k + head_k;
-    add_rows_to(sums_of<T>(p, p.dk_sums, p.d, split, head), key0, keys, int(p.d), dk, where,
-                T(p.scale), piece.first);
-    add_rows_to(sums_of<T>(p, p.dv_sums, p.d_v, split, head), key0, keys, int(p.d_v), dv, where,
-                T(1), piece.first);
-  } else {
-    const PackedRows lines(key0, 1);
-    store_rows(p.dk, head_address(p.dk, b, head_k), lines, keys, int(p.d), dk, where,
-               Uniform<T>{T(p.scale)});
-    store_rows(p.dv, head_address(p.dv, b, head_k), lines, keys, int(p.d_v), dv, where,
-               Uniform<T>{T(1)});
-  }
+  const auto store_keys = [&](const Tensor& to, uint64 sums, int64 columns, const auto& acc,
+                              T scale) {
+    if constexpr (has_pieces<Config>()) {
+      add_rows_to(sums_of<T>(p, sums, columns, split, b * p.heads_k + head_k), key0, keys,
+                  int(columns), acc, where, scale, piece.first);
+    } else {
+      store_rows(to, head_address(to, b, head_k), PackedRows(key0, 1), keys, int(columns), acc,
+                 where, Uniform<T>{scale});
+    }
+  };
+  if constexpr (wants<Config>(DK)) store_keys(p.dk, p.dk_sums, p.d, dk, T(p.scale));
+  if constexpr (wants<Config>(DV)) store_keys(p.dv, p.dv_sums, p.d_v, dv, T(1));
 }
 
 // Tasks: tiles of keys of a key head, each once per split of the rows.

@@ -17,27 +17,25 @@ CF_DEVICE bool keep_lse(const BackwardParams& p, const Rows& rows) {
   for (int r = int(threadIdx.x); r < rows.rows; r += 32 * Config::warps) {
     const T lse = at<const T>(rows.address(p.lse, r));
     at<Normaliser<T>>(normaliser_address<T>(p, rows, r)) = {lse, T(0)};
-    large = large || is_large(lse);
+    large = large || needs_sums<Config>(p, rows.head0 + rows.packed.head(r), lse);
   }
   return ptx::sync_block_or(large, "some_large");       // and the memory is free
 }
 
-// m and ln l for rows with a large lse that says the same.
+// What the sums of those rows say.
 template <typename Config>
 CF_DEVICE void keep_sums(const BackwardParams& p, const Rows& rows,
                          const Statistics<Config>& state) {
   using T = accumulator<typename Config::element>;
-  constexpr T unit = sizeof(T) == 8 ? T(2.220446049250313e-16) : T(1.1920929e-7f);
 #pragma unroll
   for (int i = 0; i < Own<Config>::rows; ++i) {
     const int r = Own<Config>::row() + i * Own<Config>::row_step;
     if (r >= rows.rows || Own<Config>::column() != 0) continue;
-    const T lse = at<const T>(rows.address(p.lse, r)), log_l = log(state.l[i]);
-    const T difference = state.m[i] + log_l - lse, size = lse < T(0) ? -lse : lse;
-    if (!is_large(lse) || !(difference <= 2 * unit * size && difference >= -2 * unit * size)) {
-      continue;
-    }
-    at<Normaliser<T>>(normaliser_address<T>(p, rows, r)) = {state.m[i], log_l};
+    const T lse = at<const T>(rows.address(p.lse, r));
+    const int64 head = rows.head0 + rows.packed.head(r);
+    if (!needs_sums<Config>(p, head, lse)) continue;
+    at<Normaliser<T>>(normaliser_address<T>(p, rows, r)) =
+        normaliser_from<Config>(p, head, lse, state.m[i], state.l[i]);
   }
 }
 

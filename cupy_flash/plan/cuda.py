@@ -103,24 +103,28 @@ def plan_backward(problem, device, tuning):
     p = problem
     kernel, offer, refusals = _choose("backward", p, device, tuning)
     main = _launch_over_rows(kernel, offer, p, device)
-    fused = offer.around is not None
+    fused, writes_dbias = offer.around is not None, dict(main.config.constants).get("dbias")
     around = offer.around or cuda_backward_sm80.around(main.config)
     launches, workspace = _normalise(p, device, tuning)
-    sums, buffers = _sum_of_splits(p, main)
-    launches += [_around("backward_preprocess", p, around, "lse and delta of each row"), main]
-    launches += [] if fused else [_part("dq_wmma", p, device, tuning)]
-    launches += [_around("backward_postprocess", p, around, "dq from its sums")] if fused else []
-    launches += sums
+    launches.append(_around("backward_preprocess", p, around, "lse and delta of each row"))
     rows = _tiles_of_rows(p, around) * around.Br
-    workspace += [Buffer("state", 2 * rows, p.accumulator),
-                  *([Buffer("dq_sums", rows * around.d, p.accumulator)] if fused else []), *buffers]
-    if p.bias_shape and 0 not in p.bias_shape and not dict(main.config.constants).get("dbias"):
-        launches.append(_part("dbias_wmma", p, device, tuning))
-    return _plan("backward", p, device, launches, workspace, refusals)
+    workspace.append(Buffer("state", 2 * rows, p.accumulator))
+    if writes_dbias or any(x in p.wrt for x in (("dq", "dk", "dv") if fused else ("dk", "dv"))):
+        launches.append(main)
+    if "dq" in p.wrt and fused:
+        launches.append(_around("backward_postprocess", p, around, "dq from its sums"))
+        workspace.append(Buffer("dq_sums", rows * around.d, p.accumulator))
+    elif "dq" in p.wrt:
+        launches.append(_part("dq_wmma", p, device, tuning))
+    sums, buffers = _sum_of_splits(p, main)
+    if p.wants_dbias and not writes_dbias:
+        sums.append(_part("dbias_wmma", p, device, tuning))
+    return _plan("backward", p, device, launches + sums, workspace + buffers, refusals)
 
 
 def _around(entry, problem, config, reason):
     """A small kernel before or behind the ones that compute gradients."""
+    config = replace(config, options=problem.compiled("backward", False))
     return _launch(entry, config, _tiles_of_rows(problem, config), 1, 0, reason)
 
 
@@ -143,12 +147,13 @@ def _launch_over_rows(kernel, offer, problem, device):
 def _sum_of_splits(problem, main):
     """The launches and buffers that a walk in pieces needs beside itself."""
     p = problem
-    if "pieces" not in dict(main.config.constants):
+    buffers = [(name, columns) for name, columns in (("dk", p.d), ("dv", p.d_v)) if name in p.wrt]
+    if "pieces" not in dict(main.config.constants) or not buffers:
         return [], []
     keys = p.batch * p.heads_k * p.Nk
     launch = _row_launch("backward_sum", p, keys, main.splits, "adds up the splits, in order")
-    return [launch], [Buffer("dk_sums", main.splits * keys * p.d, p.accumulator),
-                      Buffer("dv_sums", main.splits * keys * p.d_v, p.accumulator)]
+    return [launch], [Buffer(f"{name}_sums", main.splits * keys * columns, p.accumulator)
+                      for name, columns in buffers]
 
 
 def _normalise(problem, device, tuning):
@@ -188,10 +193,12 @@ def _splits(problem, tasks, config, device, split_keys):
 def _row_launch(entry, problem, rows, splits, reason):
     """A kernel with a warp a row, which knows nothing of tiles: few variants serve all problems."""
     element, precision = problem.dtype, problem.precision
+    options = problem.compiled("backward", False)
     if entry == "combine":
         element, precision = problem.accumulator, None
+        options = problem.compiled("forward", False)
     config = CudaConfig(element, precision, FRAGMENT, FRAGMENT, ROWS_PER_BLOCK, FRAGMENT,
-                        ROWS_PER_BLOCK, options=(), lazy=LAZY)
+                        ROWS_PER_BLOCK, options, lazy=LAZY)
     return _launch(entry, config, ceil(rows / ROWS_PER_BLOCK), splits, 0, reason)
 
 

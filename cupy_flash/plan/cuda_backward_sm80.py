@@ -10,7 +10,7 @@ from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
-from .kernel import FRAGMENT, Candidate, Offer, itemsize, kind_of, total
+from .kernel import FRAGMENT, Candidate, Offer, itemsize, kind_of, total, wanted
 from .types import LAZY, CudaConfig
 
 # Bytes of structs of the CUDA sources: KeyRange and SeenSpan, ScoreRow by those of a sum, OwnKeys.
@@ -107,7 +107,8 @@ def count_tasks(problem, config):
 def writes_dbias(problem):
     """Whether the kernel writes dbias: each score has an element of its own, without a softcap."""
     p = problem
-    return p.bias_shape == (p.batch, p.heads_q, p.Nq, p.Nk) and p.softcap == 0
+    return (p.wants_dbias and p.softcap == 0
+            and p.bias_shape == (p.batch, p.heads_q, p.Nq, p.Nk))
 
 
 def config_of(problem, tile):
@@ -118,8 +119,8 @@ def config_of(problem, tile):
         d = d_v = max(d, d_v)
     constants = tuple((name, getattr(tile, name)) for name in CONSTANTS)
     return CudaConfig(problem.dtype, problem.precision, d, d_v, tile.Br, tile.Bc, tile.warps,
-                      problem.compiled("backward"), LAZY,
-                      (*constants, ("dbias", int(writes_dbias(problem)))))
+                      problem.compiled("backward", True), LAZY,
+                      (*constants, ("dbias", int(writes_dbias(problem))), *wanted(problem)))
 
 
 def around(config):

@@ -19,7 +19,7 @@ from .cuda_forward_sm90 import (
     tile_bytes,
     unsupported_arrays,
 )
-from .kernel import ONE_TASK, Candidate, Offer, total
+from .kernel import ONE_TASK, Candidate, Offer, total, wanted
 from .types import LAZY, CudaConfig
 
 CONSUMERS, WARPS = 2, 12    # of a block, with the producer's warps
@@ -76,7 +76,7 @@ class BackwardSm90(Candidate):
         if self.wide:
             d, d_v = (ceil(x / PANEL) * PANEL for x in (problem.d, problem.d_v))
         return CudaConfig(problem.dtype, None, d, d_v, row.Br, row.Bc, WARPS, (), LAZY,
-                          (("blocks", 1),))
+                          (("blocks", 1), *wanted(problem)))
 
     def smem_bytes(self, config):
         """Dynamic shared memory of a block."""

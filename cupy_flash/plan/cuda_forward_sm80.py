@@ -133,7 +133,8 @@ def config_of(problem, row):
                  ("together", int(row.together)))
     if long_sums.is_fresh(p, long_sums.keys_of_a_row(p)):
         constants += (("fresh", 1),)
-    return CudaConfig(p.dtype, p.precision, d, d_v, row.Br, row.Bc, row.warps, (), LAZY,
+    return CudaConfig(p.dtype, p.precision, d, d_v, row.Br, row.Bc, row.warps,
+                      p.compiled("forward", False), LAZY,
                       constants)
 
 

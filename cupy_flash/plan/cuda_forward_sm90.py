@@ -241,8 +241,8 @@ def config_of(problem, row):
     """What the kernel is compiled for, to serve this problem with this row."""
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
-    options = p.compiled("forward")
-    scaled = bool(options) or not SCALES[0] <= p.scale <= SCALES[1]
+    options = p.compiled("forward", True) + p.compiled("forward", False)
+    scaled = p.has_features or not SCALES[0] <= p.scale <= SCALES[1]
     return CudaConfig(p.dtype, None, d, d_v, row.Br, row.Bc, 4 * (row.Br // 64 + 1), options,
                       LAZY, (("blocks", 1), ("wide", int(p.out_dtype != p.dtype)),
                                ("narrow", narrow(p)), ("scaled", int(scaled))))

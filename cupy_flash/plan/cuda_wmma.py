@@ -5,7 +5,7 @@ from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
-from .kernel import FRAGMENT, Candidate, Offer, itemsize, kind_of, total
+from .kernel import FRAGMENT, Candidate, Offer, itemsize, kind_of, total, wanted
 from .types import LAZY, CudaConfig
 
 # Accumulators of a thread, in 32-bit registers. Beside them a thread needs fragments, addresses
@@ -107,10 +107,13 @@ def config_of(entry, problem, tile):
     """What the kernel is compiled for, to serve this problem with this tile."""
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
-    options = p.compiled("forward" if entry == "forward_wmma" else "backward")
+    options = p.compiled("forward" if entry == "forward_wmma" else "backward", True)
+    if entry in FORWARD_ENTRIES:
+        options += p.compiled("forward", False)
     fresh = entry in FORWARD_ENTRIES and long_sums.is_fresh(p, long_sums.keys_of_a_row(p))
+    constants = (("fresh", 1),) if fresh else wanted(p) if entry == "dkdv_wmma" else ()
     return CudaConfig(p.dtype, p.precision, d, d_v, tile.Br, tile.Bc, tile.warps, options, LAZY,
-                      (("fresh", 1),) if fresh else ())
+                      constants)
 
 
 def smem_bytes(entry, config):

@@ -11,7 +11,6 @@ from cupy.cuda.function import CPointer
 from ... import device
 from ...axes import four_axes
 from ...plan import cuda_settings
-from ...results import possible
 from ..prepared import Prepared
 from .compile import launches
 from .memory import Memory
@@ -44,12 +43,6 @@ class _Calls:
     """The calls with a plan. What they share is made from the first."""
 
     def __init__(self, plan):
-        left_out = sorted({x.name for x in possible(plan.direction, plan.problem).values()}
-                          - {*plan.problem.wrt, "out", "lse"})
-        if left_out:
-            raise NotImplementedError(
-                f"`wrt` leaves {', '.join(left_out)} out, which no kernel for a GPU can in this "
-                "version, expected all gradients: leave `wrt` out")
         self._plan, self._memory, self.template = plan, None, None
 
     def run(self, arrays):
