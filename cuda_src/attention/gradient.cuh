@@ -63,6 +63,12 @@ CF_DEVICE Normaliser<T> normaliser_of(const BackwardParams& p, const Rows& rows,
   return at<const Normaliser<T>>(normaliser_address<T>(p, rows, r));
 }
 
+// What exponents are taken against in row r; -inf: it sees no key.
+template <typename Config>
+CF_DEVICE auto reference_of_row(const BackwardParams& p, const Rows& rows, int r) {
+  return normaliser_of<accumulator<typename Config::element>>(p, rows, r).reference;
+}
+
 // The row of scores of the backward pass.
 template <typename Config, typename T>
 CF_DEVICE ScoreRow<T> open_gradient_row(const BackwardParams& p, const Rows& rows, int r,

@@ -65,7 +65,7 @@ CF_DEVICE void prepare_rows(const BackwardParams& p, const Rows& rows, uint64 st
     const int r = r0 + int(threadIdx.x) / Traits::lanes;
     A lse = -inf<A>(), delta = A(0);
     if (r < rows.rows) {
-      lse = normaliser_of<A>(p, rows, r).reference;
+      lse = reference_of_row<Config>(p, rows, r);
       delta = lane_delta<Config>(p, rows.address(p.out, r), rows.address(p.dout, r), lane, whole);
     }
     delta = lanes_sum<Traits::lanes>(delta);

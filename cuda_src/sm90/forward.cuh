@@ -16,9 +16,9 @@ CF_DEVICE void store_empty_works(const ForwardSm90Params& p) {
     turns.open(w);
     if (!w.empty()) continue;
     if constexpr (Config::narrow == 2) {
-      store_nothing<uint16>(p, w);
+      store_nothing<Config, uint16>(p, w);
     } else {
-      store_nothing<uint32>(p, w);
+      store_nothing<Config, uint32>(p, w);
     }
   }
 }

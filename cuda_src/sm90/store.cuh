@@ -134,7 +134,7 @@ CF_DEVICE void store_rows(const ForwardSm90Params& p, const Work& w, int r,
 
 // One warp: the rows of a tile of which no row sees a key, by zeros of the type Z: as wide as
 // stores to out may be.
-template <typename Z>
+template <typename Config, typename Z>
 CF_DEVICE void store_nothing(const ForwardSm90Params& p, const Work& w) {
   const int zeros = int(p.d_v) * (p.out.kind == FLOAT32 ? 4 : 2) / int(sizeof(Z));
 #pragma unroll 1
@@ -142,7 +142,9 @@ CF_DEVICE void store_nothing(const ForwardSm90Params& p, const Work& w) {
     const int r = i / zeros;
     at<Z>(row_address(p, p.out, w.out, w, r) + int(sizeof(Z)) * (i % zeros)) = Z{};
     if (i % zeros == 0 && p.lse.address != 0) {
-      at<float>(row_address(p, p.lse, w.lse, w, r)) = -inf<float>();
+      const RowEnd<float> end =
+          finish_row<Config>(p, w.head_of(r, p.pack), r < w.rows, -inf<float>(), 0.f);
+      at<float>(row_address(p, p.lse, w.lse, w, r)) = end.lse();
     }
   }
 }
