@@ -62,8 +62,14 @@ def line(cell, times, missing):
 
 
 def sources_of(kernels):
-    """Digest of the CUDA sources that kernels with these names are made of, now."""
-    return source.digest(*headers_of(kernels))[:16]
+    """Digest of the CUDA sources that kernels with these names are made of, now.
+
+    Empty if one of them is a kernel no more.
+    """
+    try:
+        return source.digest(*headers_of(kernels))[:16]
+    except KeyError:
+        return ""
 
 
 def stale(line):

@@ -139,7 +139,7 @@ def test_ratios_compare_times_of_the_same_round():
     assert (failed["ours"], failed["peers"], failed["ratio"]) == (None, {}, None)
 
 
-KERNELS = ["delta_bfloat16_d64", "forward_sm80_bfloat16_d64_128x64"]
+KERNELS = ["combine_bfloat16_d16", "forward_sm80_bfloat16_d64_128x64"]
 
 
 def entry(one, times=TIMES, sources=None, gpu="GPU A", **fields):

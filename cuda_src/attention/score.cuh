@@ -26,7 +26,8 @@ struct ScoreRow {
 template <typename Config, typename T>
 CF_DEVICE ScoreRow<T> open_score_row(const Params& p, const Rows& rows, int r, KeyRange range) {
   ScoreRow<T> row = {range.first, range.end, 0, T(0), T(0), 0, 0};
-  if (!changes_scores<Config>() || r >= rows.rows) return row;
+  if constexpr (!changes_scores<Config>()) return row;
+  if (r >= rows.rows) return {};                        // sees nothing, and has no bias to read
   row.position = rows.position(r);
   if constexpr (has<Config>(BIAS)) row.bias = rows.address(p.bias, r);
   if constexpr (has<Config>(MASK)) row.mask = rows.address(p.mask, r);

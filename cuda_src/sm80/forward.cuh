@@ -9,11 +9,11 @@
 
 namespace cf {
 
-// A row at its end, from m of scores q.k.
+// A row at its end, from m of q.k or of scores.
 template <typename Config, typename T>
 CF_DEVICE RowEnd<T> end_of(const ForwardParams& p, const Rows& rows, int r, T m, T l) {
   return finish_row<Config>(p, rows.head0 + rows.packed.head(r), r < rows.rows,
-                            ptx::multiply(T(p.scale), m), l);
+                            Config::scaled ? m : ptx::multiply(T(p.scale), m), l);
 }
 
 // lse of the warp's rows, -inf of those that see nothing and those behind q_lens. The
@@ -179,6 +179,9 @@ struct ForwardWalk {
     ptx::close_copies();
     const bool any = plain || task.own.any(key0, Bc);
     if (any) warp.template multiply_keys<often>(scores);
+    if constexpr (Config::scaled) {
+      if (any) warp.finish_scores(scores, t, p, key0);
+    }
     if (!plain && any && !task.own.all(key0, Bc)) {
       if (key0 >= task.own.inner_first) {
         warp.template hide<false>(scores, task.keys, task.rows, key0);
@@ -189,6 +192,7 @@ struct ForwardWalk {
     if constexpr (Traits::parts == 2) moves = warp.softmax.find_top(scores, any, top);
     ptx::wait_for_copies<0>("V_copied");
     ready_tile<Config, Bc, Config::d_v, Traits::pitch_v>(t.V);
+    if constexpr (hides_any<Config>()) forget_values(scores, any);
     // V is there; K may go. Warps that share rows must agree on whether their references move; the
     // others look at their scores later, for the products may still be on their way.
     if constexpr (Traits::parts == 2) {
@@ -203,6 +207,30 @@ struct ForwardWalk {
     }
     ptx::close_copies();
     return any;
+  }
+
+  // Zeroes the values of keys that mask or bias hide from all rows of the block: 0 * NaN is NaN.
+  CF_DEVICE void forget_values(const typename Warp::S& scores, bool any) const {
+    constexpr int own = Bc / Traits::parts;              // keys of a warp
+    const uint32 all = 0xFFFFFFFFu >> (32 - own / 4);
+    const uint32 seen = any ? seen_columns<Warp::fragments, Warp::keys>(scores) : 0;
+    if (!ptx::sync_block_or(seen != all, "some_unseen")) return;
+    if (lane_id() < 4) t.seen[4 * warp_id() + lane_id()] = seen;
+    ptx::sync_block("seen_written");
+#pragma unroll 1
+    for (int key = warp_id(); key < Bc; key += Config::warps) {
+      const int part = key / own;
+      if (SeenColumns(t.seen + 4 * part, Config::warps / Traits::parts, 4 * Traits::parts)
+              .has(key - part * own)) {
+        continue;
+      }
+#pragma unroll 1
+      for (int rest = 0; rest <= Traits::rests; rest += Bc) {
+        for (int c = lane_id(); c < Config::d_v; c += 32) {
+          t.V[(key + rest) * Traits::pitch_v + c] = typename Warp::T{};
+        }
+      }
+    }
   }
 
   // From the scores of a tile to acc.
@@ -297,6 +325,12 @@ CF_DEVICE void forward_sm80_tile(const ForwardParams& p,
   } else {
     copy_any_rows<Config, Config::d, Traits::pitch_Q>(t.Q, Br, p.q, rows.base(p.q), rows.packed, 0,
                                                       rows.rows, int(p.d), p.vector_bytes);
+  }
+  if constexpr (changes_scores<Config>()) {
+    for (int r = int(threadIdx.x); r < Br; r += Traits::threads) {
+      using Row = typename Traits::Row;
+      t.rows[r] = open_score_row<Config, decltype(Row::slope)>(p, rows, r, keys.of_row(rows, r));
+    }
   }
   const ForwardWalk<Config> walk(p, t, task);
   const int begin = known.seen.first / Bc * Bc;

@@ -3,6 +3,7 @@
 
 #include "copy.cuh"
 #include "../attention/score.cuh"
+#include "../attention/unseen.cuh"
 #include "online.cuh"
 
 namespace cf {
@@ -26,9 +27,12 @@ struct ForwardSm80Traits {
   static constexpr int bytes_rows = parts == 1 ? 0 : parts * Config::Br * int(sizeof(float));
   static constexpr int rests = rest_rows<Config>(Config::Bc), rows_K = Config::Bc + rests;
   static constexpr int rests_Q = Config::split_Q ? rest_rows<Config>(Config::Br) : 0;
+  using Row = ScoreRow<accumulator<T>>;
+  static constexpr int bytes_scores =
+      changes_scores<Config>() ? Config::Br * int(sizeof(Row)) + 16 * Config::warps : 0;
   static constexpr int smem_bytes =
       ((Config::Br + rests_Q) * pitch_Q + rows_K * (pitch + pitch_v)) * int(sizeof(T)) + bytes_P
-      + 2 * bytes_rows;
+      + 2 * bytes_rows + bytes_scores;
   static_assert(Config::d % 16 == 0 && Config::d_v % (16 * parts) == 0,
                 "d and d_v must be multiples of 16");
   static_assert(Config::Br * parts % (16 * Config::warps) == 0, "a warp must have whole fragments");
@@ -46,6 +50,8 @@ struct ForwardSm80Tiles {
   T* V;                // [Bc, d_v], likewise
   T* P;                // [Br, Bc]; in two parts only, like what follows
   float *top, *l;      // [2, Br]: what a part's rows say of themselves to the other part's
+  typename Traits::Row* rows;  // [Br], with options
+  uint32* seen;        // [warps, 4], with options: see SeenColumns
 
   CF_DEVICE explicit ForwardSm80Tiles(unsigned char* memory) {
     Carver carver{memory};
@@ -55,6 +61,8 @@ struct ForwardSm80Tiles {
     P = carver.take<T>(Traits::bytes_P);
     top = carver.take<float>(Traits::bytes_rows);
     l = carver.take<float>(Traits::bytes_rows);
+    rows = carver.take<typename Traits::Row>(Config::Br * int(sizeof(typename Traits::Row)));
+    seen = carver.take<uint32>(16 * Config::warps);
   }
   static CF_DEVICE int part() { return warp_id() % Traits::parts; }
   static CF_DEVICE int row0() { return warp_id() / Traits::parts * Traits::rows; }
@@ -138,9 +146,17 @@ struct ForwardWarp {
     for (int i = 0; i < 2 * fragments; ++i) {
       ranges[i] = keys_of.of_row(rows, Tiles::row0() + i * 8 + lane_row());
     }
-    const QueriesAsRows<typename F::Sum, KeyRange, fragments, keys, 1, first> view = {
-        ranges, key0 + Tiles::key0() + lane_column()};
+    const QueriesInRegisters<typename F::Sum, KeyRange, fragments, keys, 1, first> view(
+        ranges, key0 + Tiles::key0() + lane_column());
     hide_keys(scores, view, -inf<typename F::Sum>());
+  }
+
+  // q.k -> scores, before positions hide any.
+  static CF_DEVICE void finish_scores(S& scores, const Tiles& t, const Params& p, int key0) {
+    const QueriesInMemory<typename F::Sum, typename Traits::Row, fragments, keys, 2 * keys> view(
+        t.rows + Tiles::row0() + lane_row(), key0 + Tiles::key0() + lane_column());
+    cf::finish_scores<Config>(scores, view, p, scaling_of<Config>(p),
+                              [](int, typename F::Sum) {});
   }
 
   // From S to acc += P V of the warp's own keys, summed in acc itself. The exponentials of the next

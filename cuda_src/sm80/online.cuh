@@ -1,9 +1,9 @@
 // The online softmax of rows whose scores lie in accumulators: `attention/softmax.cuh` in
 // registers.
 //
-// Scores stay q.k here; `scale` and the base of the exponential meet in one factor, which must be
-// positive. P = 2^(factor (S - m)) in the wide types: 1 where S is m. In 16-bit types it is
-// 2^(factor S - m_ref).
+// Scores stay q.k here, unless they are `scaled` before: `scale` and the base of the exponential
+// meet in one factor, which must be positive. P = 2^(factor (S - m)) in the wide types: 1 where S is
+// m. In 16-bit types it is 2^(factor S - m_ref).
 #pragma once
 
 #include "../attention/softmax.cuh"
@@ -24,7 +24,7 @@ struct OnlineSoftmax {
   T factor, lazy;          // log2(e) scale; how far factor q.k may pass factor m
 
   CF_DEVICE explicit OnlineSoftmax(const Params& p)
-      : factor(ptx::kept(T(p.scale * LOG2_E))),
+      : factor(ptx::kept(T(Config::scaled ? LOG2_E : p.scale * LOG2_E))),
         lazy(ptx::kept(T(p.lazy * LOG2_E))) {
 #pragma unroll
     for (int i = 0; i < 2 * fragments; ++i) {

@@ -7,7 +7,7 @@
 // Shah et al., "FlashAttention-3" (2024), algorithms 1 and 2.
 #pragma once
 
-#include "holes.cuh"
+#include "../attention/unseen.cuh"
 #include "store.cuh"
 
 namespace cf {
@@ -135,8 +135,8 @@ struct Consumer {
       const int query = w.query(row() + 8 * r, p.pack);
       visible[r] = {w.first_key(query), w.end_key(query)};
     }
-    hide_keys(S, QueriesAsRows<float, KeyRange, 1, Config::Bc / 16, 1>{visible, column0},
-              -inf<float>());
+    const QueriesInRegisters<float, KeyRange, 1, Config::Bc / 16, 1> view(visible, column0);
+    hide_keys(S, view, -inf<float>());
   }
   // q.k -> scores. In bias and mask the thread's rows have all keys, but none where they are not
   // real.
@@ -159,7 +159,7 @@ struct Consumer {
     }
     // Tiles of fewer than 128 keys go with wide accumulators, which leave few registers.
     constexpr int loads = Config::Bc < 128 ? 8 : 16;
-    const QueriesAsRows<float, ScoreRow<float>, 1, Config::Bc / 16, loads> view = {rows, column0};
+    const QueriesInRegisters<float, ScoreRow<float>, 1, Config::Bc / 16, loads> view(rows, column0);
     finish_scores<Config>(S, view, p, Scaling<float>{p.qk_scale, p.cap, p.per_cap},
                           [](int, float) {});
   }
@@ -202,7 +202,7 @@ struct Consumer {
     const int lane = int(threadIdx.x) % 32;
     if (lane < 4) tiles.seen[4 * (int(threadIdx.x) / 32 - 4) + lane] = seen;
     ptx::named_barrier_wait(7, threads, "seen_written");
-    const SeenColumns<4 * Traits::groups> any(tiles.seen);
+    const SeenColumns any(tiles.seen, 4 * Traits::groups, 4);
     zero_values(0, Config::Bc, [&](int key) { return !any.has(key); });
   }
 
@@ -246,7 +246,7 @@ struct Consumer {
     const bool half = hides && sees_half(w, key0);
     if (hides) hide(w, column0);
     uint32 seen = 0;
-    if constexpr (hides_any<Config>()) seen = seen_columns(S, w, row());
+    if constexpr (hides_any<Config>()) seen = seen_columns<1, Config::Bc / 16>(S);
     const bool moved = softmax_step(S, state, factor, first, half, lazy, p);
     // Left to itself, ptxas moves the wait up, before the exponentials that are to run beside the
     // products, or those down behind it. A loop that depends on their sum keeps both in place; the

@@ -80,20 +80,17 @@ struct KeysAsRows {
   CF_DEVICE Seen seen(int x) const { return {row(x).first - key0, row(x).end - key0}; }
 };
 
-// A view of scores [M, N] of fragments whose rows are queries: the lane's 2 M rows, eight apart.
-// from_first: whether a row may begin behind a key.
-template <typename T_, typename Row, int M, int N, int loads_, bool from_first = true>
+// Scores [M, N] of fragments whose rows are queries: the lane's 2 M rows, eight apart.
+template <int M, int N>
 struct QueriesAsRows {
-  using T = T_;
-  static constexpr int keys = 4 * N, count = 2 * M * keys, loads = loads_;
-  const Row (&rows)[2 * M];
-  int key0;                  // the lane's first
+  static constexpr int keys = 4 * N, count = 2 * M * keys;
+  static constexpr int span = keys <= 32 ? keys : keys % 32 == 0 ? 32 : keys / 2;
 
-  CF_DEVICE const Row& row(int x) const { return rows[x / keys]; }
+  static CF_DEVICE constexpr int nth_row(int x) { return x / keys; }
   static CF_DEVICE constexpr int key(int x) { return x % keys / 2 * 8 + x % 2; }
   template <typename Scores>
   CF_DEVICE auto& at(Scores& S, int x) const {
-    const int r = x / keys, n = x % keys;
+    const int r = nth_row(x), n = x % keys;
     return element(S, r / 2, n / 4, n / 2 % 2 * 4 + r % 2 * 2 + n % 2);
   }
   // A bit for each key: ptxas moves eight of them at a time to predicates.
@@ -102,11 +99,12 @@ struct QueriesAsRows {
 
     CF_DEVICE bool has(int i) const { return (bits & (1u << i)) != 0; }
   };
-  static constexpr int span = keys <= 32 ? keys : keys % 32 == 0 ? 32 : keys / 2;
-  CF_DEVICE Seen seen(int x) const {
+  // The keys of a range from element x on; key0: the lane's first key.
+  template <bool from_first, typename Row>
+  static CF_DEVICE Seen seen_of(const Row& row, int key0, int x) {
     const int before = key0 + 4 * (x % keys);
-    const uint32 hidden = from_first ? keys_before(row(x).first - before) : 0;
-    return {keys_before(row(x).end - before) & ~hidden};
+    const uint32 hidden = from_first ? keys_before(row.first - before) : 0;
+    return {keys_before(row.end - before) & ~hidden};
   }
   // The lane's keys before the one at `end`, a bit each, counted from its first one: it has the
   // first two of every eight.
@@ -114,6 +112,35 @@ struct QueriesAsRows {
     const int n = end <= 0 ? 0 : 2 * (end / 8) + min(end % 8, 2);
     return n >= 32 ? 0xFFFFFFFF : (1u << n) - 1;
   }
+};
+
+// A view of them that has what there is to know of its rows in registers. from_first: whether a row
+// may begin behind a key.
+template <typename T_, typename Row, int M, int N, int loads_, bool from_first = true>
+struct QueriesInRegisters : QueriesAsRows<M, N> {
+  using T = T_;
+  using Base = QueriesAsRows<M, N>;
+  static constexpr int loads = loads_;
+  const Row (&rows)[2 * M];
+  int key0;                  // the lane's first
+
+  CF_DEVICE QueriesInRegisters(const Row (&rows_)[2 * M], int key0_) : rows(rows_), key0(key0_) {}
+  CF_DEVICE const Row& row(int x) const { return rows[Base::nth_row(x)]; }
+  CF_DEVICE auto seen(int x) const { return Base::template seen_of<from_first>(row(x), key0, x); }
+};
+
+// The same in shared memory. rows: from the lane's first on.
+template <typename T_, typename Row, int M, int N, int loads_>
+struct QueriesInMemory : QueriesAsRows<M, N> {
+  using T = T_;
+  using Base = QueriesAsRows<M, N>;
+  static constexpr int loads = loads_;
+  const Row* rows;
+  int key0;
+
+  CF_DEVICE QueriesInMemory(const Row* rows_, int key0_) : rows(rows_), key0(key0_) {}
+  CF_DEVICE const Row& row(int x) const { return rows[8 * Base::nth_row(x)]; }
+  CF_DEVICE auto seen(int x) const { return Base::template seen_of<true>(row(x), key0, x); }
 };
 
 // A view of one score.

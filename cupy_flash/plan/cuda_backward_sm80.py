@@ -10,11 +10,10 @@ from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
-from .kernel import FRAGMENT, Candidate, Offer, itemsize, kind_of, total, wanted
+from .kernel import FRAGMENT, SCORE_ROW, Candidate, Offer, itemsize, kind_of, total, wanted
 from .types import LAZY, CudaConfig
 
-# Bytes of structs of the CUDA sources: KeyRange and SeenSpan, ScoreRow by those of a sum, OwnKeys.
-RANGE, SCORE_ROW, OWN_KEYS = 8, {4: 40, 8: 48}, 144
+RANGE, OWN_KEYS = 8, 144    # bytes of structs of the CUDA sources: KeyRange and SeenSpan, OwnKeys
 CONSTANTS = ("roles", "parts", "stages", "blocks")
 WARPS_AROUND = 4            # of the kernels before and behind
 

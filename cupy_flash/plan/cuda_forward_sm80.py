@@ -1,7 +1,6 @@
 """The tiles of the forward kernel that keeps scores, P and acc in registers, and when it serves.
 
-It is fast because nothing but Q, K and V goes through shared memory. It knows neither mask nor
-bias, softcap or ALiBi; the general kernel of `cuda_wmma` does.
+It is fast because nothing but Q, K and V goes through shared memory.
 """
 
 from dataclasses import dataclass
@@ -9,7 +8,17 @@ from math import ceil
 from typing import NamedTuple
 
 from . import long_sums
-from .kernel import FRAGMENT, SCALES, Candidate, Offer, itemsize, kind_of, total
+from .kernel import (
+    FRAGMENT,
+    SCALES,
+    SCORE_ROW,
+    Candidate,
+    Offer,
+    changes_scores,
+    itemsize,
+    kind_of,
+    total,
+)
 from .types import LAZY, CudaConfig
 
 
@@ -94,9 +103,6 @@ class ForwardSm80(Candidate):
     def best(self, problem, device):
         """The first row that serves."""
         p = problem
-        reason = unsupported_reason(p)
-        if reason:
-            return reason
         for row in self.rows[kind_of(p.dtype, p.precision)]:
             config = config_of(p, row)
             need = smem_bytes(config)
@@ -114,27 +120,18 @@ FORWARD = ForwardSm80("forward_sm80", "sm80/forward.cuh", "ForwardParams",
 KERNELS = (FORWARD,)
 
 
-def unsupported_reason(problem):
-    """What the kernel cannot do of a problem, in words; None if it can do all."""
-    p = problem
-    if p.has_features:
-        return "mask, bias, softcap and ALiBi go through shared memory"
-    if not SCALES[0] <= p.scale <= SCALES[1]:
-        return f"a scale of {p.scale:g} cannot be joined with the exponential"
-    return None
-
-
 def config_of(problem, row):
     """What the kernel is compiled for, to serve this problem with this row."""
     p = problem
     d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
     constants = (("blocks", row.blocks), ("keep_Q", int(row.keep_Q)),
                  ("pairs", int(row.pairs)), ("split_Q", int(row.split_Q)),
-                 ("together", int(row.together)))
+                 ("together", int(row.together)),
+                 ("scaled", int(p.has_features or not SCALES[0] <= p.scale <= SCALES[1])))
     if long_sums.is_fresh(p, long_sums.keys_of_a_row(p)):
         constants += (("fresh", 1),)
     return CudaConfig(p.dtype, p.precision, d, d_v, row.Br, row.Bc, row.warps,
-                      p.compiled("forward", False), LAZY,
+                      p.compiled("forward", True) + p.compiled("forward", False), LAZY,
                       constants)
 
 
@@ -152,7 +149,8 @@ def smem_pieces(config):
     rows = 2 * Br if constants["split_Q"] else Br
     tiles = (("Q, then out", rows * (max(d, d_v) + pad) * size), ("K", keys * (d + pad) * size),
              ("V", keys * (d_v + 16 // size) * size))
-    if not constants["pairs"]:
-        return tiles
-    # What two warps say of their rows.
-    return *tiles, ("P", Br * (Bc + pad) * size), ("top", 2 * Br * 4), ("l", 2 * Br * 4)
+    if constants["pairs"]:      # what two warps say of their rows
+        tiles += ("P", Br * (Bc + pad) * size), ("top", 2 * Br * 4), ("l", 2 * Br * 4)
+    if changes_scores(config):
+        tiles += ("rows", Br * SCORE_ROW[max(4, size)]), ("seen", 16 * config.warps)
+    return tiles

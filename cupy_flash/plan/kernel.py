@@ -7,6 +7,7 @@ What kernels of different families have in common in being planned is here, too.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..options import OPTIONS
 from .types import CudaConfig, Refusal
 
 FRAGMENT = 16               # head dims are padded to whole fragments
@@ -17,6 +18,8 @@ SCALES = 2.0**-60, 2.0**60
 # blocks as there are multiprocessors, each of which it fills; the one task that has its number.
 TASKS, RESIDENT, ONE_TASK = "tasks", "resident", "one task a block"
 MOST_BLOCKS = 2**31 - 1
+SCORE_ROW = {4: 40, 8: 48}  # bytes of the struct of the CUDA sources, by those of a sum
+CHANGES_SCORES = {option.text for option in OPTIONS if option.changes_scores}
 # What a unit for the special instructions of an architecture needs beside the architecture.
 NVRTC = "12.9"
 
@@ -134,6 +137,11 @@ def wanted(problem):
     """The constant of a backward kernel that computes some gradients of q, k and v and not all."""
     asked = [name in problem.wrt for name in ("dq", "dk", "dv")]
     return () if all(asked) else (("wants", sum(bit << i for i, bit in enumerate(asked))),)
+
+
+def changes_scores(config):
+    """Whether a kernel is compiled for options that change scores."""
+    return not CHANGES_SCORES.isdisjoint(config.options)
 
 
 def kind_of(dtype, precision=None):

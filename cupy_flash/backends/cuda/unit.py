@@ -87,14 +87,19 @@ def params_bytes(entry):
 
 
 def headers_of(kernels):
-    """The headers of which kernels are made, by their names, without what these include."""
+    """The headers of which kernels are made, by their names, without what these include.
+
+    KeyError if there is no such kernel.
+    """
     return tuple(sorted({kernel_named(name).header for name in kernels}))
 
 
 def kernel_named(name):
     """The record of the kernel that a function with the name of a unit is made of."""
-    return max((kernel for kernel in KERNELS if name.startswith(f"{kernel.entry}_")),
-               key=lambda kernel: len(kernel.entry))
+    known = [kernel for kernel in KERNELS if name.startswith(f"{kernel.entry}_")]
+    if not known:
+        raise KeyError(f"no kernel makes a unit of the name {name}")
+    return max(known, key=lambda kernel: len(kernel.entry))
 
 
 def traits_of(entry):
