@@ -2,8 +2,8 @@
 // registers.
 //
 // Scores stay q.k here, unless they are `scaled` before: `scale` and the base of the exponential
-// meet in one factor, which must be positive. P = 2^(factor (S - m)) in the wide types: 1 where S is
-// m. In 16-bit types it is 2^(factor S - m_ref).
+// meet in one factor, which must be positive. P = 2^(factor (S - m)) in the wide types: 1 where S
+// is m. In 16-bit types it is 2^(factor S - m_ref).
 #pragma once
 
 #include "../attention/softmax.cuh"
