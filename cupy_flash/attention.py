@@ -31,8 +31,10 @@ class Gradients(NamedTuple):
     dbias : ndarray
         Shape of `bias`, summed over the axes along which it was broadcast; its dtype, or
         `grad_dtype`.
+    dsink : ndarray (Hq,)
+        In the dtype of `sink`.
 
-    What `wrt` leaves out is None, and so is dbias without a bias.
+    What `wrt` leaves out is None, and so are dbias without a bias and dsink without a sink.
 
     Notes
     -----
@@ -43,8 +45,8 @@ class Gradients(NamedTuple):
     >>> import numpy as np, cupy_flash as cf
     >>> x = np.ones((3, 4), np.float32)
     >>> out, pullback = cf.attention_vjp(x, x, x, bias=np.zeros(3))
-    >>> dq, dk, dv, dbias = pullback(out)
-    >>> dq.shape, dbias.shape, dbias.dtype
+    >>> g = pullback(out)
+    >>> g.dq.shape, g.dbias.shape, g.dbias.dtype
     ((3, 4), (3,), dtype('float64'))
     """
 
@@ -52,11 +54,12 @@ class Gradients(NamedTuple):
     dk: Any
     dv: Any
     dbias: Any = None
+    dsink: Any = None
 
 
 @exact
 def attention(q, k, v, *unnamed, scale=None, causal=False, q_offset=None, window=None, mask=None,
-              bias=None, softcap=None, alibi_slopes=None, q_lens=None, kv_lens=None,
+              bias=None, softcap=None, alibi_slopes=None, sink=None, q_lens=None, kv_lens=None,
               precision=None, return_lse=False, out=None, out_dtype=None, **unknown):
     """Exact attention, ``softmax(scale * q @ k.T + ...) @ v``, without the Nq x Nk matrix.
 
@@ -102,6 +105,10 @@ def attention(q, k, v, *unnamed, scale=None, causal=False, q_offset=None, window
         Scores become ``softcap * tanh(scores / softcap)``, before bias and masks. None or 0: off.
     alibi_slopes : ndarray (Hq,) or (B, Hq), optional
         float32 or float64; ``-slope * abs(i + q_offset - j)`` is added to the scores.
+    sink : ndarray (Hq,), optional
+        float32 (float64 for float64): the score of one more key of each query head, after all
+        other options, whose value is 0. It takes weight from the keys, and `lse` has it. -inf: no
+        sink for that head; +inf is a ValueError on the host. Of parts to `merge`, one has it.
     q_lens, kv_lens : ndarray (B,) of int32, optional
         True lengths inside the padded arrays, 0 to Nq and 0 to Nk. What lies behind them changes
         nothing; result rows behind `q_lens` are 0 with lse -inf. Causal attention is aligned by
@@ -122,7 +129,8 @@ def attention(q, k, v, *unnamed, scale=None, causal=False, q_offset=None, window
     out : ndarray (..., Nq, d_v)
         In the memory order of `q`. A row that sees no key is 0.
     lse : ndarray (..., Nq), if `return_lse`
-        Natural logarithm, float32 (float64 for float64); -inf for a row that sees no key.
+        Natural logarithm, float32 (float64 for float64); for a row that sees no key the sink, or
+        -inf.
 
     Raises
     ------
@@ -154,8 +162,8 @@ def attention(q, k, v, *unnamed, scale=None, causal=False, q_offset=None, window
         raise _refusal("attention", unnamed, unknown)
     if return_lse is not False:
         check_flag("return_lse", return_lse)
-    options = Options(mask, bias, alibi_slopes, q_lens, kv_lens, scale, causal, q_offset, window,
-                      softcap, precision)
+    options = Options(mask, bias, alibi_slopes, sink, q_lens, kv_lens, scale, causal, q_offset,
+                      window, softcap, precision)
     results = _run("forward", *bind_forward(q, k, v, options, out, out_dtype, bool(return_lse)))
     out = results["out"] if out is None else out
     return (out, results["lse"]) if return_lse else out
@@ -164,7 +172,7 @@ def attention(q, k, v, *unnamed, scale=None, causal=False, q_offset=None, window
 @exact
 def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, deterministic=False,
                        grad_dtype=None, dq=None, dk=None, dv=None, wrt=None, **options):
-    """Gradients of `attention` with respect to q, k, v and bias.
+    """Gradients of `attention` with respect to q, k, v, bias and sink.
 
     Parameters
     ----------
@@ -189,18 +197,18 @@ def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, determinist
         Buffers of the shapes of q, k, v and of the gradients' dtype, of any strides, apart from all
         inputs; they are returned.
     wrt : tuple of str, optional
-        The operands whose gradients are wanted, of "q", "k", "v" and "bias", each once; None: of
-        all that there are. What is left out is None in the result and is not computed; what is
-        wanted has the same bits as without `wrt`.
+        The operands whose gradients are wanted, of "q", "k", "v", "bias" and "sink", each once;
+        None: of all that there are. What is left out is None in the result and is not computed;
+        what is wanted has the same bits as without `wrt`.
     **options
         Those of the forward call: scale, causal, q_offset, window, mask, bias, softcap,
-        alibi_slopes, q_lens, kv_lens, precision.
+        alibi_slopes, sink, q_lens, kv_lens, precision.
 
     Returns
     -------
     Gradients
-        (dq, dk, dv, dbias), None for what is not wanted. 0 for rows that see no key and for keys
-        that no row sees.
+        (dq, dk, dv, dbias, dsink), None for what is not wanted. 0 for rows that see no key and for
+        keys that no row sees.
 
     Raises
     ------
@@ -234,9 +242,9 @@ def attention_vjp(q, k, v, *unnamed, return_lse=False, deterministic=False, grad
     """`attention` and the function that pulls gradients back through it.
 
     The pullback keeps the arrays themselves, not copies: q, k, v, the returned `out` and `lse`, and
-    every array among the options (bias, mask, alibi_slopes, q_lens, kv_lens). None of them may be
-    changed before its last call, `out` included (``out += x`` gives wrong gradients, silently):
-    write ``out = out + x``, or pass on ``out.copy()``.
+    every array among the options (bias, mask, alibi_slopes, sink, q_lens, kv_lens). None of them
+    may be changed before its last call, `out` included (``out += x`` gives wrong gradients,
+    silently): write ``out = out + x``, or pass on ``out.copy()``.
 
     Parameters
     ----------
@@ -248,7 +256,7 @@ def attention_vjp(q, k, v, *unnamed, return_lse=False, deterministic=False, grad
         As in `attention_backward`.
     **options
         As in `attention`: scale, causal, q_offset, window, mask, bias, softcap, alibi_slopes,
-        q_lens, kv_lens, precision.
+        sink, q_lens, kv_lens, precision.
 
     Returns
     -------
@@ -271,8 +279,7 @@ def attention_vjp(q, k, v, *unnamed, return_lse=False, deterministic=False, grad
     >>> import numpy as np, cupy_flash as cf
     >>> x = np.random.default_rng(0).standard_normal((8, 100, 64), dtype=np.float32)
     >>> out, pullback = cf.attention_vjp(x, x, x, causal=True)
-    >>> dq, dk, dv, _ = pullback(np.ones_like(out))
-    >>> dq.shape
+    >>> pullback(np.ones_like(out)).dq.shape
     (8, 100, 64)
     """
     options = _options("attention_vjp", unnamed, options)
@@ -307,7 +314,7 @@ def explain(q, k, v, *unnamed, return_lse=False, out=None, out_dtype=None, dout=
         As in `attention_backward`; without `dout`, `out` or `lse`, arrays as `attention` would
         return them are assumed.
     **options
-        Of both: scale, causal, q_offset, window, mask, bias, softcap, alibi_slopes, q_lens,
+        Of both: scale, causal, q_offset, window, mask, bias, softcap, alibi_slopes, sink, q_lens,
         kv_lens, precision.
 
     Returns
@@ -347,7 +354,7 @@ def _gradients(dout, q, k, v, out, lse, options, dlse, deterministic, grad_dtype
     results = _run("backward", *bind_backward(dout, q, k, v, out, lse, options, dlse, deterministic,
                                               grad_dtype, dq, dk, dv, wrt))
     return Gradients(results.get("dq", dq), results.get("dk", dk), results.get("dv", dv),
-                     results.get("dbias"))
+                     results.get("dbias"), results.get("dsink"))
 
 
 def _options(function, unnamed, options):

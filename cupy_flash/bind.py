@@ -31,6 +31,7 @@ from .checks import (
     check_result_buffer,
     check_results,
     check_shapes,
+    check_sink,
     gradients,
 )
 from .intake import take_all
@@ -142,12 +143,14 @@ def _check_buffers(problem, arrays):
 
 
 def _describe(direction, arrays, options, wanted, returns_lse, deterministic, wrt=None):
-    """The problem, made or remembered, and the addresses; lengths in CPU memory are looked at."""
+    """The problem, made or remembered, and the addresses; lengths and sinks on the CPU are read."""
     named, addresses = layouts(arrays)
     problem = _problem(direction, named, numbers(options), result_dtype(*wanted), returns_lse,
                        deterministic, wrt)
     for option in problem.lengths:
         check_lens(option, arrays[option.name], problem.scores)
+    if "sink" in problem.layouts:
+        check_sink(arrays["sink"])
     return problem, addresses
 
 

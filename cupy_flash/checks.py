@@ -165,10 +165,11 @@ def _swapped(shape, first, second):
 
 def check_options(named, scores, heads_k):
     """The arrays of options beside scores of this shape."""
+    accumulator = accumulator_of(named["q"].dtype.name)
     for option in ARRAYS.values():
         if option.name in named:
             x = named[option.name]
-            check_dtype(option.name, x.dtype, option.dtypes)
+            check_dtype(option.name, x.dtype, option.allowed(accumulator))
             if option.forms:
                 _check_form(option, x.shape, scores, heads_k)
             else:
@@ -325,3 +326,12 @@ def check_lens(option, lens, scores):
             raise ValueError(f"`{option.name}`[{b}] is {int(lens[b])}, expected 0 to {extent}, the "
                              f"rows of the padded `{option.counts}`: pad it to the longest, or "
                              "`np.clip` the lengths")
+
+
+def check_sink(sink):
+    """Sinks in CPU memory; on a GPU they are not read."""
+    if isinstance(sink, np.ndarray):
+        infinite = np.flatnonzero(sink == np.inf)
+        if infinite.size:
+            raise ValueError(f"`sink`[{int(infinite[0])}] is inf, expected less: -inf is no sink, "
+                             "and for all the weight on it pass `np.minimum(sink, 1e30)`")

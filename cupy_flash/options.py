@@ -27,6 +27,8 @@ class Option(NamedTuple):
         The axes that the user's array may have. Empty: whatever broadcasts to `axes`.
     dtypes : tuple of str
         The names of those that it may have.
+    accumulator : bool
+        Whether only the accumulator's dtype will do of these.
     each : str
         What its entries belong to, in words.
     step : str
@@ -49,6 +51,7 @@ class Option(NamedTuple):
     axes: str = ""
     forms: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
+    accumulator: bool = False
     each: str = ""
     step: str = ""
     counts: str = ""
@@ -61,6 +64,10 @@ class Option(NamedTuple):
     def dense(self):
         """Whether it has one axis, lies dense in memory, and kernels get its address alone."""
         return len(self.axes) == 1
+
+    def allowed(self, accumulator):
+        """The names of the dtypes that its array may have beside an accumulator's."""
+        return (accumulator,) if self.accumulator else self.dtypes
 
 
 _BOTH = "forward", "backward"
@@ -78,6 +85,10 @@ OPTIONS = (
            each="one per query head, or per batch entry and head",
            step="one slope for all heads is `np.full(Hq, slope, np.float32)`",
            changes_scores=True, compiled=_BOTH, text="alibi"),
+    Option("sink", kernel="sink", axes="h", forms=("h",), dtypes=("float32", "float64"),
+           accumulator=True, each="one per query head",
+           step="one sink for all heads is `np.full(Hq, sink, np.float32)`",
+           gradient="dsink", compiled=_BOTH, text="sink"),
     Option("q_lens", kernel="q_lens", counts="q", text="q_lens", **_LENGTHS),
     Option("kv_lens", kernel="kv_lens", counts="k", text="kv_lens", **_LENGTHS),
     Option("scale"),

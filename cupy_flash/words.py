@@ -13,6 +13,7 @@ _NO_DROPOUT = "there is no dropout in this version: leave it out"
 _SCALE = "here it is `scale=`"
 _SOFTCAP = "here it is `softcap=`"
 _ALIBI = "here it is `alibi_slopes=`"
+_SINK = "here it is `sink=`, one logit per query head"
 _RETURN_LSE = "here it is `return_lse=True`, and the result is (out, lse)"
 _NO_MATRIX = ("the matrix of probabilities never exists; `return_lse=True` gives the log-sum-exp "
               "that makes them from scores")
@@ -51,6 +52,7 @@ ELSEWHERE = {
     **dict.fromkeys(("sliding_window", "sliding_window_length"), _TOKENS),
     "window_left": "here it is `window=(window_left, 0)`, with None for -1",
     **dict.fromkeys(("alibi", "slopes"), _ALIBI),
+    **dict.fromkeys(("s_aux", "sinks", "learnable_sink"), _SINK),
     **dict.fromkeys(("query_seq_lengths", "seqused_q", "seq_len_q"), _Q_LENS),
     **dict.fromkeys(("key_value_seq_lengths", "seqused_k", "seq_len_kv", "cache_seqlens",
                      "nonpad_kv_seqlen"), _KV_LENS),
@@ -69,8 +71,7 @@ ELSEWHERE = {
                     _CHOSEN),
     **dict.fromkeys(("score_mod", "block_mask"), f"{_ABSENT}; what it hides is `mask=`, what it "
                     "adds is `bias=`"),
-    **dict.fromkeys(("sinks", "learnable_sink", "s_aux", "head_mask", "rotary_cos", "rotary_sin"),
-                    _ABSENT),
+    **dict.fromkeys(("head_mask", "rotary_cos", "rotary_sin"), _ABSENT),
 }
 
 _repr = Repr()
