@@ -26,6 +26,7 @@ struct Params {
   Tensor lse;                        // [batch, heads_q, Nq], of the accumulators' type, or absent
   Tensor mask, bias;                 // [batch, heads_q, Nq, Nk]
   Tensor slopes;                     // [batch, heads_q]
+  uint64 sink;                       // address of [heads_q], of the accumulators' type; 0: absent
   uint64 q_lens, kv_lens;            // addresses of int32 [batch]; 0: all lengths are Nq and Nk
   int64 batch, heads_q, heads_k, group, Nq, Nk, d, d_v;
   int64 aligned, q_offset;           // aligned: the offset is kv_len - q_len, q_offset is not read
@@ -46,6 +47,7 @@ struct BackwardParams : Params {
   Tensor dlse;                       // [batch, heads_q, Nq], or absent
   Tensor dq, dk, dv;                 // shaped as q, k, v
   Tensor dbias;                      // [batch_bias, heads_bias, Nbias_q, Nbias_k]
+  Tensor dsink;                      // [heads_q]
   uint64 state;                      // [batch, heads_k, tiles, lse or delta, state_rows]
   int64 state_rows;                  // packed rows of a tile of `state`
   uint64 dq_sums;                    // [batch, heads_k, tiles, Br * d] in the order of registers

@@ -140,7 +140,7 @@ def _tensor(x):
     """The six fields of an array, of its first axes if it has fewer than four."""
     if x is None:
         return _ABSENT
-    return (address(x), *(*x.strides, 0, 0)[:4], KINDS.get(x.dtype.name, 0))
+    return (address(x), *(*x.strides, 0, 0, 0)[:4], KINDS.get(x.dtype.name, 0))
 
 
 def address(x):
