@@ -151,6 +151,16 @@ class Problem:
         return "dbias" in self.wrt and bool(self.bias_shape) and 0 not in self.bias_shape
 
     @property
+    def has_sink(self):
+        """Whether a logit of each head joins the denominator of its rows."""
+        return "sink" in self.layouts
+
+    @property
+    def wants_dsink(self):
+        """Whether a gradient of the sinks is asked for that has elements."""
+        return "dsink" in self.wrt and self.has_sink and self.heads_q > 0
+
+    @property
     def dbias_dtype(self):
         """Name of the element type of dbias; None without a bias."""
         return self.gradient_dtype("dbias") if "bias" in self.layouts else None

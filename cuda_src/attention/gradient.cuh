@@ -2,6 +2,8 @@
 //
 // P = exp(S - lse); dS = P * (dP - delta). Dao et al., "FlashAttention" (2022), appendix B.2.
 //
+// A sink is in lse, and so in P; nothing else in this pass knows of it but dsink.
+//
 // P carries the rounding error of lse, half a unit in its last place. Beside a bias of -3.4e38 for
 // every key, ln l is lost, and P would be 1 for each of n keys. So for rows with an lse beyond
 // LARGE_LSE, where P would lose more than float16 holds of it, the kernel `normalise` works m and l
@@ -42,7 +44,10 @@ CF_DEVICE bool is_large(T lse) {
 
 // Whether m and l have to be looked at beside the lse of a row of this query head.
 template <typename Config, typename T>
-CF_DEVICE bool needs_sums(const BackwardParams&, int64, T lse) {
+CF_DEVICE bool needs_sums(const BackwardParams& p, int64 head, T lse) {
+  if constexpr (has<Config>(SINK) && hides_any<Config>()) {
+    if (lse == sink_of<T>(p, head)) return true;        // as where mask or bias hide all keys
+  }
   return is_large(lse);
 }
 
@@ -50,6 +55,7 @@ CF_DEVICE bool needs_sums(const BackwardParams&, int64, T lse) {
 template <typename Config, typename T>
 CF_DEVICE Normaliser<T> normaliser_from(const BackwardParams& p, int64 head, T lse, T m, T l) {
   constexpr T unit = sizeof(T) == 8 ? T(2.220446049250313e-16) : T(1.1920929e-7f);
+  if (has<Config>(SINK) && l == T(0)) return {-inf<T>(), T(0)};
   const RowEnd<T> end = close_row<Config>(p, head, true, m, l);
   const T log_l = log(end.l), difference = end.m + log_l - lse, size = lse < T(0) ? -lse : lse;
   const bool same = difference <= 2 * unit * size && difference >= -2 * unit * size;
@@ -63,10 +69,16 @@ CF_DEVICE Normaliser<T> normaliser_of(const BackwardParams& p, const Rows& rows,
   return at<const Normaliser<T>>(normaliser_address<T>(p, rows, r));
 }
 
-// What exponents are taken against in row r; -inf: it sees no key.
+// What exponents are taken against in row r; -inf: it sees no key. With a sink lse does not say so.
 template <typename Config>
 CF_DEVICE auto reference_of_row(const BackwardParams& p, const Rows& rows, int r) {
-  return normaliser_of<accumulator<typename Config::element>>(p, rows, r).reference;
+  using T = accumulator<typename Config::element>;
+  if constexpr (has<Config>(SINK)) {
+    const int64 position = rows.position(r);
+    const Range keys = visible_keys(p, position, position, rows.kv_len);
+    if (keys.first >= keys.end) return -inf<T>();
+  }
+  return normaliser_of<T>(p, rows, r).reference;
 }
 
 // The row of scores of the backward pass.

@@ -6,7 +6,7 @@
 namespace cf {
 
 // The bits of Config::options, by the names that the planner has for them.
-enum Option : int { MASK = 1, BIAS = 2, SOFTCAP = 4, ALIBI = 8 };
+enum Option : int { MASK = 1, BIAS = 2, SOFTCAP = 4, ALIBI = 8, SINK = 16 };
 
 template <typename Config>
 CF_HOST_DEVICE constexpr bool has(int options) {

@@ -88,18 +88,44 @@ struct RowEnd {
   CF_DEVICE T lse() const { return l != T(0) ? m + log(l) : -inf<T>(); }
 };
 
-// All keys of a row have been seen. m: of scores in natural units, rounded as in the backward pass,
-// or large ones and their lse would not cancel. real: whether the row is one of q_lens. head: the
-// query head.
+// The logit that joins the denominator of a head's rows; -inf: none does.
+template <typename T>
+CF_DEVICE T sink_of(const Params& p, int64 head) {
+  return at<const T>(p.sink + head * int64(sizeof(T)));
+}
+
+// A row at its end, from its keys alone.
 template <typename Config, typename T>
-CF_DEVICE RowEnd<T> close_row(const Params&, int64, bool real, T m, T l) {
+CF_DEVICE RowEnd<T> close_keys(bool real, T m, T l) {
   l = real ? l : T(0);
   return {m, l, l != T(0) ? reciprocal<typename Config::element>(l) : T(0)};
 }
 
-// The same of the keys of one split, if they are split.
+// The same with a sink: l' = l exp(m - m') + exp(sink - m'), where m' is the larger of the two.
+template <typename Config, typename T>
+CF_DEVICE RowEnd<T> join_sink(T sink, T m, T l) {
+  const T keys = l != T(0) ? m : -inf<T>(), top = sink > keys ? sink : keys;
+  const T scale = exp(keys - reference_of(top));
+  const T sum = l * scale + exp(sink - reference_of(top));
+  const T inverse = sum != T(0) ? reciprocal<typename Config::element>(sum) : T(0);
+  return {top, sum, scale * inverse};
+}
+
+// All keys of a row have been seen. m: of scores in natural units, rounded as in the backward pass,
+// or large ones and their lse would not cancel. real: whether the row is one of q_lens. head: the
+// query head.
+template <typename Config, typename T>
+CF_DEVICE RowEnd<T> close_row(const Params& p, int64 head, bool real, T m, T l) {
+  if constexpr (has<Config>(SINK)) {
+    if (real) return join_sink<Config>(sink_of<T>(p, head), m, l);
+  }
+  return close_keys<Config>(real, m, l);
+}
+
+// The same of the keys of one split, if they are split: the sink counts once, behind all of them.
 template <typename Config, typename T>
 CF_DEVICE RowEnd<T> finish_row(const ForwardParams& p, int64 head, bool real, T m, T l) {
+  if (has<Config>(SINK) && p.splits > 1) return close_keys<Config>(real, m, l);
   return close_row<Config>(p, head, real, m, l);
 }
 

@@ -26,6 +26,7 @@ KERNELS = (
     Kernel("backward_preprocess", "rows/preprocess.cuh", "BackwardParams"),
     Kernel("backward_postprocess", "rows/postprocess.cuh", "BackwardParams"),
     Kernel("backward_sum", "rows/backward_sum.cuh", "BackwardParams"),
+    Kernel("dsink", "rows/dsink.cuh", "BackwardParams"),
 )
 _BY_ENTRY = {kernel.entry: kernel for kernel in KERNELS}
 
@@ -119,6 +120,9 @@ def plan_backward(problem, device, tuning):
     sums, buffers = _sum_of_splits(p, main)
     if p.wants_dbias and not writes_dbias:
         sums.append(_part("dbias_wmma", p, device, tuning))
+    if p.wants_dsink:
+        sums.append(_row_launch("dsink", p, p.heads_q, 1, "sums over all rows of a head, in order",
+                                rows_per_block=1, smem=32 * ROWS_PER_BLOCK * 8))
     return _plan("backward", p, device, launches + sums, workspace + buffers, refusals)
 
 
@@ -157,9 +161,12 @@ def _sum_of_splits(problem, main):
 
 
 def _normalise(problem, device, tuning):
-    """m and ln l of rows whose lse cannot hold them, beside a large bias or ALiBi."""
+    """m and ln l of rows whose lse cannot hold them, beside a large bias or ALiBi.
+
+    And which rows see no key, where a sink is all that their lse says.
+    """
     p = problem
-    if not (p.bias_shape or p.has_alibi):
+    if not (p.bias_shape or p.has_alibi or (p.has_sink and p.has_mask)):
         return [], []
     launch = replace(_part("normalise", p, device, tuning),
                      reason="m and ln l of rows with a large lse")
@@ -190,7 +197,7 @@ def _splits(problem, tasks, config, device, split_keys):
     return ceil(problem.Nk / (tiles * config.Bc))
 
 
-def _row_launch(entry, problem, rows, splits, reason):
+def _row_launch(entry, problem, rows, splits, reason, rows_per_block=ROWS_PER_BLOCK, smem=0):
     """A kernel with a warp a row, which knows nothing of tiles: few variants serve all problems."""
     element, precision = problem.dtype, problem.precision
     options = problem.compiled("backward", False)
@@ -199,7 +206,7 @@ def _row_launch(entry, problem, rows, splits, reason):
         options = problem.compiled("forward", False)
     config = CudaConfig(element, precision, FRAGMENT, FRAGMENT, ROWS_PER_BLOCK, FRAGMENT,
                         ROWS_PER_BLOCK, options, lazy=LAZY)
-    return _launch(entry, config, ceil(rows / ROWS_PER_BLOCK), splits, 0, reason)
+    return _launch(entry, config, ceil(rows / rows_per_block), splits, smem, reason)
 
 
 def _launch_of(kernel, offer):

@@ -1,0 +1,52 @@
+// The gradient of the sinks: dsink = sum over rows of P_sink * (dlse - D), P_sink = exp(sink - lse),
+// where delta = D - dlse. In fixed order, in float64.
+#pragma once
+
+#include "../attention/gradient.cuh"
+
+namespace cf {
+
+template <typename Config>
+struct DsinkTraits {
+  static constexpr int threads = 32 * Config::warps;
+  static constexpr int smem_bytes = threads * int(sizeof(double));
+};
+
+// What row `query` of a head adds. In a row that sees no key D is 0, and `state` has no delta.
+template <typename T>
+CF_DEVICE double sink_term(const BackwardParams& p, int64 b, int64 head, int64 query, T sink) {
+  const Rows rows = open_rows(p, b, head, 1, query, 1);
+  if (rows.rows == 0) return 0.;
+  const uint64 state = row_state<T>(p, rows, 0);
+  T by = -at<const T>(state + p.state_rows * int64(sizeof(T)));
+  if (at<const T>(state) == inf<T>()) {
+    by = p.dlse.address != 0 ? at<const T>(rows.address(p.dlse, 0)) : T(0);
+  }
+  return double(exp(sink - at<const T>(rows.address(p.lse, 0)))) * by;
+}
+
+// Tasks: query heads.
+template <typename Config>
+CF_DEVICE void dsink(const BackwardParams& p) {
+  using T = accumulator<typename Config::element>;
+  CF_DYNAMIC_SHARED(memory);
+  double* const sums = reinterpret_cast<double*>(memory);
+  const int thread = int(threadIdx.x);
+  for (int64 head = blockIdx.x; head < p.tasks; head += gridDim.x) {
+    const T sink = sink_of<T>(p, head);
+    double sum = 0.;
+    for (int64 i = thread; i < p.batch * p.Nq && sink != -inf<T>();
+         i += DsinkTraits<Config>::threads) {
+      sum += sink_term(p, i / p.Nq, head, i % p.Nq, sink);
+    }
+    sums[thread] = sum;
+    ptx::sync_block("sums_written");
+    if (thread == 0) {
+      for (int t = 1; t < DsinkTraits<Config>::threads; ++t) sum += sums[t];
+      store(p.dsink.address + head * p.dsink.b, p.dsink.kind, T(sum));
+    }
+    ptx::sync_block("sums_read");
+  }
+}
+
+}  // namespace cf
