@@ -1,5 +1,5 @@
-// The gradient of the sinks: dsink = sum over rows of P_sink * (dlse - D), P_sink = exp(sink - lse),
-// where delta = D - dlse. In fixed order, in float64.
+// The gradient of the sinks: dsink = sum over rows of P_sink * (dlse - D), with P_sink =
+// exp(sink - lse) and delta = D - dlse. In fixed order, in float64.
 #pragma once
 
 #include "../attention/gradient.cuh"
