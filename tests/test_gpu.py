@@ -240,18 +240,18 @@ def test_split_keys(cp, case):
     judge(case.id, got, *answers_to(x), floors(x))
 
 
-@pytest.mark.parametrize("d", [64, 128, 200])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype, d", [("float16", 64), ("bfloat16", 128), ("bfloat16", 200),
+                                      ("float32", 64), ("float64", 64)])
 def test_wrt_changes_no_bit_of_what_is_asked_for(cp, dtype, d, deterministic):
     """But for dq, where additions have no order."""
-    for bias in ("", "1hqk", "bhqk"):
+    for bias in ("", "bhqk"):
         x = on_gpu(cp, inputs(Case("wrt", Nq=150, Nk=170, B=2, Hq=4, Hk=2, d=d, dtype=dtype,
                                    bias=bias)))
         out, lse = cf.attention(x.q, x.k, x.v, return_lse=True, **x.options)
         options = x.options | {"deterministic": deterministic}
         want = cf.attention_backward(x.dout, x.q, x.k, x.v, out, lse, **options)
-        for wrt in (("q",), ("k",), ("v",), ("q", "v"), *((("bias",),) if bias else ())):
+        for wrt in (("q",), ("k",), ("v",), *((("bias",),) if bias else ())):
             got = cf.attention_backward(x.dout, x.q, x.k, x.v, out, lse, wrt=wrt, **options)
             for name in ("q", "k", "v", "bias"):
                 one, other = getattr(got, f"d{name}"), getattr(want, f"d{name}")
