@@ -48,6 +48,15 @@ CF_DEVICE bool passes(T top, T m, T factor, T lazy) {
   return m == -inf<T>() ? top != m : (top - m) * factor > lazy;
 }
 
+// Whether a row that reaches `top` may have to, by one multiply-add from its reference as a power of
+// 2 (see PowerReference): yes where it must, and in rows without such a reference that see a key.
+template <typename Config>
+CF_DEVICE bool may_pass(float top, float factor, float m_ref, float lazy) {
+  // Beside a large bias all scores of a row may lie below LOWEST / factor.
+  if constexpr (has_large_lse<Config>()) top = fmaxf(top, -1e38f);
+  return fmaf(top, factor, -m_ref) > lazy;
+}
+
 // What a row's sums are multiplied by when its reference goes from m to m_new.
 template <typename T>
 CF_DEVICE T alpha_of(T m, T m_new, T factor) {

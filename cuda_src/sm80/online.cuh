@@ -51,7 +51,7 @@ struct OnlineSoftmax {
       const T x = there ? lane_max(S[i / 2], i % 2) : -inf<T>();
       top[i / 2][i % 2] = x;
       if constexpr (narrow) {
-        passes = passes || fmaf(x, factor, -m_ref[i / 2][i % 2]) > lazy;
+        passes = passes || may_pass<Config>(x, factor, m_ref[i / 2][i % 2], lazy);
       } else {
         passes = passes || cf::passes(x, m[i / 2][i % 2], factor, lazy);
       }
@@ -175,7 +175,13 @@ struct OnlineSoftmax {
   // floats does not hold up the pipe of the doubles.
   static CF_DEVICE float rank(float x) { return x; }
   static CF_DEVICE float rank(double x) {
-    return ptx::bits_to_float(uint32(ptx::double_to_bits(x) >> 32));
+    uint32 high = uint32(ptx::double_to_bits(x) >> 32);
+    // Beside a large bias, neither may finite scores be passed over.
+    if constexpr (has_large_lse<Config>()) {
+      const uint32 size = high & 0x7FFFFFFF;
+      if (size >= 0x7F800000 && size < 0x7FF00000) high = (high & 0x80000000) | 0x7F7FFFFF;
+    }
+    return ptx::bits_to_float(high);
   }
   static CF_DEVICE float from_rank(float x, float) { return x; }
   static CF_DEVICE double from_rank(float x, double) {

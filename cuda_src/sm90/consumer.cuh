@@ -247,7 +247,7 @@ struct Consumer {
     if (hides) hide(w, column0);
     uint32 seen = 0;
     if constexpr (hides_any<Config>()) seen = seen_columns<1, Config::Bc / 16>(S);
-    const bool moved = softmax_step(S, state, factor, first, half, lazy, p);
+    const bool moved = softmax_step<Config>(S, state, factor, first, half, lazy, p);
     // Left to itself, ptxas moves the wait up, before the exponentials that are to run beside the
     // products, or those down behind it. A loop that depends on their sum keeps both in place; the
     // sum is no negative number, so the loop ends at once.

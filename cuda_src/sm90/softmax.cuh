@@ -91,13 +91,13 @@ CF_DEVICE void exponentials(float (&S)[n], bool half, const float (&m_ref)[2], f
 // reference of a row moves only when the row's maximum passes it by the lazy threshold. The four
 // threads of a row look at the whole row only if that may be so. first: there is nothing to scale,
 // and alpha stays what it is. half: the warp sees nothing of the second half of the columns.
-template <int n>
+template <typename Config, int n>
 CF_DEVICE bool softmax_step(float (&S)[n], RowState& state, float (&alpha)[2], bool first,
                             bool half, const float (&lazy)[2], const ForwardSm90Params& p) {
   float m[2];
   row_maxima(S, half, m);                                // fmaxf drops a NaN; it shows up in P
-  const bool moves = fmaf(m[0], p.unit, -state.m_ref[0]) > lazy[0]
-                     || fmaf(m[1], p.unit, -state.m_ref[1]) > lazy[1];
+  const bool moves = may_pass<Config>(m[0], p.unit, state.m_ref[0], lazy[0])
+                     || may_pass<Config>(m[1], p.unit, state.m_ref[1], lazy[1]);
   const bool any = __any_sync(0xFFFFFFFF, moves);
   float m_ref[2] = {state.m_ref[0], state.m_ref[1]};
   if (any) {
