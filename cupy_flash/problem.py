@@ -151,6 +151,11 @@ class Problem:
         return "dbias" in self.wrt and bool(self.bias_shape) and 0 not in self.bias_shape
 
     @property
+    def wants_dsink(self):
+        """Whether a gradient of the sink is asked for."""
+        return "dsink" in self.wrt and "sink" in self.layouts
+
+    @property
     def dbias_dtype(self):
         """Name of the element type of dbias; None without a bias."""
         return self.gradient_dtype("dbias") if "bias" in self.layouts else None
