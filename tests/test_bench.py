@@ -288,7 +288,7 @@ def test_drawn_problems_of_every_kind_run_and_are_right(monkeypatch, wide):
     from numerics import DRAWS
 
     monkeypatch.setattr(device, "gpu", lambda number: HOPPER)
-    drawn = [case for case, is_wide in map(gpu_random.draw, [0] * 60, range(60))
+    drawn = [case for case, is_wide in map(gpu_random.draw, [0] * 120, range(120))
              if is_wide == wide and case.Nq * case.Nk < 20000]
     for kind in KINDS:
         case = next(case for case in drawn if gpu_random.kind_of(case) == kind)
