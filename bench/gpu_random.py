@@ -23,7 +23,7 @@ from cupy_flash.plan import make_plan, tuned
 # (d, d_v) as compiled; half of the true ones are drawn from the last 16 below. With two sets of
 # features and a dozen kernels these are fewer than 400 units.
 WIDTHS = ((16, 16), (32, 32), (64, 64), (128, 128), (48, 80), (192, 128), (256, 256))
-NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
+NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dsink")
 # How far GPU and CPU path may be apart, root mean square over root mean square: less than either is
 # from the truth, since both round P and dS alike; now and then a rounding falls the other way.
 APART = {"float16": 4e-4, "bfloat16": 1e-3, "tf32": 4e-4, "tf32x3": 1e-5, "float64": 5e-14}
@@ -171,7 +171,7 @@ def random(options, results):
     for library in ("NUMBA", "OMP", "OPENBLAS"):        # the processes below are enough
         os.environ[f"{library}_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        entries = ("forward", "backward", "dbias", "combine", "reduce_chunks")
+        entries = ("forward", "backward", "dbias", "dsink", "combine", "reduce_chunks")
         list(pool.map(compile_on_cpu, *zip(*product(entries, ("float32", "float64")), strict=True)))
         say(f"kernels of the CPU path compiled, {time.perf_counter() - start:.0f} s")
         for first in range(0, len(todo), 200):

@@ -50,6 +50,9 @@ def merge(outs, lses):
     Dao, "FlashAttention-2" (2023), section 2.3.1, as a sum over any number of parts. Associative up
     to rounding; the result of an empty part is the neutral element.
 
+    A `sink` goes to exactly one of the parts, forward and backward, for it is in the `lse` of the
+    part that has it: with the merged `out` and `lse`, `attention_backward` of that part has dsink.
+
     Examples
     --------
     >>> import numpy as np, cupy_flash as cf

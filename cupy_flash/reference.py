@@ -2,9 +2,11 @@
 
 Every other path of the package is measured against this file. It therefore shares no line with
 them: it builds its own mask, keeps the whole (Nq, Nk) matrices and never tiles. With
-``O = softmax(S) V`` and ``S = cap(scale * Q K^T) + bias - slope * |distance|``::
+``O = softmax(S) V`` and ``S = cap(scale * Q K^T) + bias - slope * |distance|``, and with a sink as
+one more score of each row, whose value is 0::
 
     P = exp(S - lse)            delta = rowsum(dO * O)          dP = dO V^T
+    P_sink = exp(sink - lse)    dsink = sum over rows of P_sink * (dlse - delta)
     dA = P * (dP - delta + dlse)                dbias = dA summed over what was broadcast
     dS = dA * cap'(scale * Q K^T)
     dQ = scale * dS K           dK = scale * dS^T Q             dV = P^T dO
@@ -32,9 +34,12 @@ def attention(q, k, v, *, compute_dtype=np.float64, **options):
 
 
 def attention_backward(dout, q, k, v, *, dlse=None, compute_dtype=np.float64, **options):
-    """Return `(dq, dk, dv, dbias)` in `compute_dtype`; `dbias` is None without `bias`."""
+    """Return `(dq, dk, dv, dbias, dsink)` in `compute_dtype`.
+
+    `dbias` is None without `bias`, `dsink` without `sink`.
+    """
     f = _forward(q, k, v, np.dtype(compute_dtype), _unrounded, **options)
-    return _backward(f, f.P, dout, dlse, q, k, v, options.get("bias"), _unrounded)
+    return _backward(f, dout, dlse, q, k, v, options, _unrounded)
 
 
 def baseline(q, k, v, *, precision=None, **options):
@@ -47,7 +52,7 @@ def baseline(q, k, v, *, precision=None, **options):
 
 
 def baseline_backward(dout, q, k, v, *, dlse=None, precision=None, out_dtype=None, **options):
-    """Return `(dq, dk, dv, dbias)` of a plain program in the dtype of `q`.
+    """Return `(dq, dk, dv, dbias, dsink)` of a plain program in the dtype of `q`.
 
     out_dtype: type in which the program kept `out`, and so delta, between the passes; None is the
     accumulators' type.
@@ -57,9 +62,11 @@ def baseline_backward(dout, q, k, v, *, dlse=None, precision=None, out_dtype=Non
     with np.errstate(all="ignore"):
         if out_dtype is not None:
             f = f._replace(out=f.out.astype(out_dtype).astype(f.out.dtype))
-        P = np.where(np.isneginf(f.S), 0, np.exp(f.S - f.lse[..., None]))
-    P = np.where(np.abs(f.lse[..., None]) >= 2.0**13, f.P, P)
-    return _backward(f, P, dout, dlse, q, k, v, options.get("bias"), rounded)
+        P, P_sink = (np.where(np.isneginf(S), 0, np.exp(S - f.lse[..., None]))
+                     for S in (f.S, f.sinks))
+    large = np.abs(f.lse[..., None]) >= 2.0**13
+    f = f._replace(P=np.where(large, f.P, P), P_sink=np.where(large, f.P_sink, P_sink))
+    return _backward(f, dout, dlse, q, k, v, options, rounded)
 
 
 class _Forward(NamedTuple):
@@ -73,12 +80,15 @@ class _Forward(NamedTuple):
     cap_slope: object
     S: np.ndarray
     P: np.ndarray
+    sinks: np.ndarray
+    P_sink: np.ndarray
     lse: np.ndarray
     out: np.ndarray
 
 
 def _forward(q, k, v, dtype, rounded, *, scale=None, causal=False, q_offset=None, window=None,
-             mask=None, bias=None, softcap=None, alibi_slopes=None, q_lens=None, kv_lens=None):
+             mask=None, bias=None, softcap=None, alibi_slopes=None, sink=None, q_lens=None,
+             kv_lens=None):
     """Everything up to `out` and `lse`; `rounded` is applied to the operands of each product."""
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v = (_four_axes(x).astype(dtype) for x in (q, k, v))
@@ -103,6 +113,9 @@ def _forward(q, k, v, dtype, rounded, *, scale=None, causal=False, q_offset=None
         bias = _four_axes(bias).astype(dtype)
         visible = visible & (bias != -np.inf)
 
+    sinks = np.full(Hq, -np.inf) if sink is None else np.asarray(sink)
+    sinks = np.where(i < q_lens, sinks.astype(dtype)[:, None, None], -np.inf).astype(dtype)
+
     # A row that nothing reads may hold NaN, and 0 * NaN is NaN: select it away.
     q = np.where(visible.any(3)[..., None], q, 0)
     k, v = (np.where(visible.any(2)[..., None], x, 0) for x in (k, v))
@@ -120,19 +133,21 @@ def _forward(q, k, v, dtype, rounded, *, scale=None, causal=False, q_offset=None
             S = S - slopes * np.abs(position - j).astype(dtype)
         S = np.where(visible, S, -np.inf)
 
-        m = S.max(axis=3, keepdims=True, initial=-np.inf)
+        m = np.maximum(S.max(axis=3, keepdims=True, initial=-np.inf), sinks)
         m_ref = np.where(m == -np.inf, 0, m)
-        P = np.exp(S - m_ref)
-        l = P.sum(axis=3, keepdims=True)
-        P = P / np.where(l == 0, 1, l)
+        P, P_sink = np.exp(S - m_ref), np.exp(sinks - m_ref)
+        l = P.sum(axis=3, keepdims=True) + P_sink
+        # A sum of no terms is 0, whatever l is.
+        P = np.where(visible.any(3)[..., None], P / np.where(l == 0, 1, l), 0)
+        P_sink = P_sink / np.where(l == 0, 1, l)
         lse = (m_ref + np.log(l))[..., 0]
         out = rounded(P) @ rounded(v)
-    return _Forward(q, k, v, visible, scale, cap_slope, S, P, lse, out)
+    return _Forward(q, k, v, visible, scale, cap_slope, S, P, sinks, P_sink, lse, out)
 
 
-def _backward(f, P, dout, dlse, q, k, v, bias, rounded):
-    """The gradients in the shapes of the user's `q`, `k`, `v` and `bias`."""
-    dtype = P.dtype
+def _backward(f, dout, dlse, q, k, v, options, rounded):
+    """The gradients in the shapes of the user's `q`, `k`, `v`, `bias` and `sink`."""
+    P, dtype = f.P, f.P.dtype
     dout = np.where(f.visible.any(3)[..., None], _four_axes(dout).astype(dtype), 0)
     dlse = 0 if dlse is None else np.asarray(dlse).astype(dtype).reshape(f.lse.shape)[..., None]
 
@@ -145,12 +160,15 @@ def _backward(f, P, dout, dlse, q, k, v, bias, rounded):
         # Kernels keep one number a row, so dlse goes into delta first: what that rounds off is all
         # that is left of dP - delta where a row sees one key.
         dA = hidden_zero(P * (dP - (delta - dlse)))
+        dsink = np.where(np.isneginf(f.sinks), 0, -(f.P_sink * (delta - dlse)))
         dS = rounded(hidden_zero(dA * f.cap_slope))
         dq = f.scale * (dS @ rounded(f.k))
         dk = f.scale * (dS.swapaxes(2, 3) @ rounded(f.q))
         dv = rounded(P).swapaxes(2, 3) @ rounded(dout)
+    bias = options.get("bias")
     dbias = None if bias is None else _sum_to(dA, bias.shape)
-    return dq.reshape(q.shape), _sum_group(dk, k.shape), _sum_group(dv, v.shape), dbias
+    dsink = None if options.get("sink") is None else dsink.sum(axis=(0, 2, 3))
+    return dq.reshape(q.shape), _sum_group(dk, k.shape), _sum_group(dv, v.shape), dbias, dsink
 
 
 def _four_axes(x):

@@ -28,6 +28,7 @@ class Answer(NamedTuple):
     dk: np.ndarray
     dv: np.ndarray
     dbias: np.ndarray | None
+    dsink: np.ndarray | None = None
 
 
 class Baseline:
@@ -117,6 +118,7 @@ def floors(x):
     dlse = _largest(x.dlse)
     added = _largest(np.where(np.isfinite(bias := _wide(options.get("bias", 0))), bias, 0))
     added += _largest(options.get("alibi_slopes", 0)) * (2 * sum(f.visible.shape[2:]) + 300)
+    added += _largest(np.where(np.isfinite(f.sinks), f.sinks, 0))
     S = unit * (abs(f.scale) * _largest(abs(f.q) @ abs(f.k).swapaxes(2, 3)) + added)
     dP = _largest(abs(dout) @ abs(f.v).swapaxes(2, 3))
     dA = 2 * unit * dP + (S + unit) * (2 * dP + dlse)
@@ -131,6 +133,7 @@ def floors(x):
         dq=abs(f.scale) * dA * _largest(f.k), dk=abs(f.scale) * dA * _largest(f.q) * column,
         dv=(S + unit) * _largest(dout) * column,
         dbias=None if bias is None else dA * _largest(reference._sum_to(f.P, bias.shape)),
+        dsink=dA * _largest(f.P_sink.sum(axis=(0, 2, 3))),
     )
 
 

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from cupy_flash.options import ARRAYS
+from cupy_flash.problem import accumulator_of
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -35,7 +36,8 @@ class Case:
     """One call of attention and of its backward, without the arrays.
 
     `mask` names a shape of `MASKS`; `bias` spells the axes it keeps, `1` for a broadcast one
-    (`"1h1k"` is (1, Hq, 1, Nk), `"qk"` is (Nq, Nk)); `alibi` likewise is `"h"` or `"bh"`.
+    (`"1h1k"` is (1, Hq, 1, Nk), `"qk"` is (Nq, Nk)); `alibi` likewise is `"h"` or `"bh"`. `sink`
+    has logits, one head after the other, from the first again where there are more heads.
     `arrays` has random arrays of options, each the name of one and the axes that it keeps.
     `data` names a generator of `inputs`. Everything else has the meaning and the default of the
     public option of that name.
@@ -61,6 +63,7 @@ class Case:
     bias_holes: bool = False
     softcap: float | None = None
     alibi: str | None = None
+    sink: tuple | None = None
     q_lens: tuple | None = None
     kv_lens: tuple | None = None
     precision: str | None = None
@@ -105,8 +108,7 @@ def inputs(case):
     if case.data == "spread":       # else dlse alone would make the rows of dq whose dout is small
         dlse *= np.abs(dout).max(axis=-1)
     q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
-    statistics = np.float64 if case.dtype == "float64" else np.float32
-    return Inputs(q, k, v, dout, dlse.astype(statistics), _options(case, rng))
+    return Inputs(q, k, v, dout, dlse.astype(accumulator_of(case.dtype)), _options(case, rng))
 
 
 def _options(case, rng):
@@ -123,6 +125,8 @@ def _options(case, rng):
     if case.alibi is not None:
         slopes = 2.0 ** -rng.uniform(1, 8, _kept(case, case.alibi))
         options["alibi_slopes"] = slopes.astype(np.float32)
+    if case.sink is not None:
+        options["sink"] = np.resize(case.sink, case.Hq).astype(accumulator_of(case.dtype))
     for name in ("q_lens", "kv_lens"):
         if getattr(case, name) is not None:
             options[name] = np.array(getattr(case, name), np.int32)
@@ -141,12 +145,12 @@ def random_array(option, axes, rng, case):
         return rng.integers(0, {"q": case.Nq, "k": case.Nk}[option.counts] + 1, shape, np.int32)
     if option.dtypes == ("bool",):
         return rng.random(shape) < rng.choice((0.05, 0.5, 0.95))
-    dtypes = [DTYPES[name] for name in option.dtypes]
+    dtypes = [DTYPES[name] for name in option.allowed(accumulator_of(case.dtype))]
     narrow = [dtype for dtype in dtypes if dtype.itemsize <= DTYPES[case.dtype].itemsize]
     x = rng.standard_normal(shape)
     if option.name == "alibi_slopes":       # they are multiplied by distances
         x = 2.0 ** -rng.uniform(1, 8, shape)
-    if option.name == "bias" and rng.random() < 0.5:
+    if option.name in ("bias", "sink") and rng.random() < 0.5:
         x[rng.random(shape) < 0.3] = -np.inf
     return x.astype((narrow or dtypes)[rng.integers(len(narrow or dtypes))])
 
@@ -311,6 +315,25 @@ FEATURES = (
          softcap=3.0, alibi="bh", q_lens=(113, 70), kv_lens=(150, 203), data="late", **GQA),
 )
 
+# Of usual size, none at all, far above every score and far below.
+SINKS = (0.5, -np.inf, 1e4, -1e4)
+SINK = (
+    Case("sink", sink=(2.0, -1.0)),
+    Case("sink-2d", Nq=70, ndim=2, Hq=1, Hk=1, sink=(6.0,), data="mean1"),
+    Case("sink-causal-gqa", causal=True, sink=SINKS, **GQA),
+    Case("sink-causal-tall", Nq=203, Nk=113, causal=True, alibi="h", softcap=5.0, sink=(3.0, 0.0)),
+    Case("sink-window-few-rows", Nq=3, Nk=203, Hq=2, Hk=1, window=(60, 0), sink=(1.0, -np.inf)),
+    Case("sink-lens", B=3, q_lens=(113, 50, 0), kv_lens=(203, 0, 40), sink=(1.0, -0.5)),
+    Case("sink-mask-gqa", mask="dense", sink=SINKS, **GQA),
+    Case("sink-mask-nothing", Nq=50, Nk=100, mask="nothing", sink=(1.5, -np.inf)),
+    Case("sink-bias-holes-gqa", bias="1hqk", bias_holes=True, sink=(1.0, 30.0, -2.0), **GQA),
+    Case("sink-bias-query", bias="hq1", sink=(0.0, 1e9), data="scales"),
+    Case("sink-decode", Nq=1, Nk=4200, d=32, d_v=16, Hq=4, Hk=1, sink=(1.0, -np.inf, 9.0, 0.0)),
+    Case("sink-all-options", q_offset=60, causal=True, window=(120, 20), mask="padding",
+         bias="1hq1", softcap=3.0, alibi="bh", sink=(0.3, 4.0), q_lens=(113, 70),
+         kv_lens=(150, 203), data="late", **GQA),
+)
+
 # Rows of one array that differ by factors up to 2^16: for the rule for rows.
 SPREAD = (
     Case("spread-rows", data="spread"),
@@ -321,11 +344,13 @@ SPREAD = (
 
 PRECISIONS = tuple(
     replace(feature, precision=precision)
-    for feature in (*FEATURES, *SPREAD)
+    for feature in (*FEATURES, *SINK, *SPREAD)
     if feature.label in ("plain", "causal", "mean-one", "mean-one-causal", "late-maxima",
-                         "bias-pair-gqa", "all-but-lens", "d256", "spread-rows-window")
+                         "bias-pair-gqa", "all-but-lens", "d256", "sink-mask-gqa",
+                         "spread-rows-window")
     for precision in ("tf32", "tf32x3")
 )
 
 CASES = (
-    *(replace(f, dtype=dtype) for f in (*FEATURES, *SPREAD) for dtype in DTYPES), *PRECISIONS)
+    *(replace(f, dtype=dtype) for f in (*FEATURES, *SINK, *SPREAD) for dtype in DTYPES),
+    *PRECISIONS)

@@ -9,7 +9,7 @@ from test_forward import few
 
 import cupy_flash as cf
 
-GRADIENTS = ("dq", "dk", "dv", "dbias")
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
 LENGTHS = (1, 2, 3, 5, 6, 7, 15, 16, 17, 47, 48, 49, 63, 64, 65, 95, 96, 97, 128, 129, 191, 193)
 
 
@@ -42,11 +42,13 @@ def assert_same_gradients(name, got, want):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_table(backend, case):
     x = inputs(case)
-    g = gradients(backend, x, wide_out=case.bias_dtype is not None)
+    g = gradients(backend, x, wide_out=case.bias_dtype is not None or case.sink is not None)
     assert tuple(g) == GRADIENTS
     assert g["dq"].dtype == g["dk"].dtype == g["dv"].dtype == x.q.dtype
     if case.bias is not None:
         assert g["dbias"].dtype == x.options["bias"].dtype
+    if case.sink is not None:
+        assert g["dsink"].dtype == x.options["sink"].dtype
     judge(case.id, g, *answers(case), floors(x) if few(case) else None)
 
 

@@ -136,7 +136,7 @@ def test_selftest_is_content(monkeypatch, capsys):
     assert "no GPU is tested: CuPy is not installed" in text
 
 
-@pytest.mark.parametrize("result", ["out", "lse", "dq", "dk", "dv", "dbias"])
+@pytest.mark.parametrize("result", ["out", "lse", "dq", "dk", "dv", "dbias", "dsink"])
 def test_selftest_sees_a_wrong_result(result, monkeypatch, capsys):
     right = cf.attention_vjp
 
@@ -178,7 +178,7 @@ def test_selftest_compares_a_gpu_with_the_cpu(monkeypatch, capsys):
     gpu = PretendedGpu()
     monkeypatch.setattr(devices, "cuda_devices", lambda: ([gpu], None))
     assert main(["selftest"]) == 0
-    assert gpu.arrays_seen > 100 and "0: Imaginary 1: 56 of 56 right" in capsys.readouterr().out
+    assert gpu.arrays_seen > 100 and "0: Imaginary 1: 60 of 60 right" in capsys.readouterr().out
     gpu.error = 0.5
     assert main(["selftest"]) == 1
     assert "out beside the CPU's is off by 5.0e-01" in capsys.readouterr().out

@@ -1,11 +1,12 @@
 """merge: partial results over disjoint keys give the result over all of them."""
 
+from dataclasses import replace
 from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
-from answers import answers, judge
-from cases import DTYPES, Case, inputs
+from answers import answers, answers_to, judge
+from cases import DTYPES, SINK, Case, inputs
 from numerics import assert_bit_equal
 
 import cupy_flash as cf
@@ -101,6 +102,53 @@ def test_causal_chunks_some_of_which_are_empty(backend):
     for order in list(permutations(range(5)))[::17]:
         out, lse = cf.merge([outs[i] for i in order], [lses[i] for i in order])
         judge(case.id, {"out": backend.asnumpy(out), "lse": backend.asnumpy(lse)}, want, plain)
+
+
+@pytest.mark.parametrize("owner", [0, 1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("label", ["sink-causal-gqa", "sink-mask-gqa", "sink-bias-holes-gqa",
+                                   "sink-lens"])
+def test_one_part_has_the_sink(backend, label, dtype, owner):
+    """Forward and backward by parts, of which one sees no key: all get the whole's out and lse."""
+    x = inputs(replace(next(case for case in SINK if case.label == label), dtype=dtype))
+    y = backend.move(x)
+    Nq, Nk = x.q.shape[2], x.k.shape[2]
+    sink = y.options.pop("sink")
+    calls = []
+    for i, part in enumerate((slice(0, 60), slice(60, 61), slice(61, 61), slice(61, Nk))):
+        options = dict(y.options)
+        for name in {"mask", "bias"} & {*options}:
+            options[name] = options[name][..., part]
+        if options["causal"]:
+            options["q_offset"] = Nk - Nq - part.start
+        if "kv_lens" in options:
+            options["kv_lens"] = (options["kv_lens"] - part.start).clip(0, part.stop - part.start)
+        calls.append((y.k[:, :, part], y.v[:, :, part],
+                      options | ({"sink": sink} if i == owner else {})))
+    outs, lses = zip(*(cf.attention(y.q, k, v, return_lse=True, out_dtype=sink.dtype, **options)
+                       for k, v, options in calls), strict=True)
+    out, lse = cf.merge(outs, lses)
+    # Sums of parts that are rounded to 16 bits each would be farther off than one result is.
+    parts = [cf.attention_backward(y.dout, y.q, k, v, out, lse, dlse=y.dlse,
+                                   grad_dtype=sink.dtype, **options) for k, v, options in calls]
+    assert [g.dsink is not None for g in parts] == [i == owner for i in range(4)]
+    got = {"out": out, "lse": lse, "dq": sum(g.dq for g in parts), "dsink": parts[owner].dsink}
+    got |= {name: backend.xp.concatenate([getattr(g, name) for g in parts], axis)
+            for name, axis in (("dk", 2), ("dv", 2), ("dbias", 3))
+            if getattr(parts[0], name) is not None}
+    got = {name: backend.asnumpy(array) for name, array in got.items()}
+    judge(label, {name: array.astype(x.q.dtype) if name in ("out", "dq", "dk", "dv") else array
+                  for name, array in got.items()}, *answers_to(x))
+
+
+def test_the_sink_of_a_part_reaches_rows_that_see_their_keys_elsewhere(backend):
+    """dsink has their D, though their dout is forgotten where only the sink is seen."""
+    x = inputs(Case("elsewhere", Nq=40, Nk=50, d=16, sink=(1.0, 3.0), dtype="float64"))
+    y = backend.move(x)
+    out, lse = cf.attention(y.q, y.k, y.v, return_lse=True, **y.options)
+    none = y.k[:, :, :0], y.v[:, :, :0]
+    g = cf.attention_backward(y.dout, y.q, *none, out, lse, dlse=y.dlse, **y.options)
+    judge("elsewhere", {"dsink": backend.asnumpy(g.dsink)}, *answers_to(x))
 
 
 def test_shapes_with_2_to_4_axes_and_zero_rows(backend):

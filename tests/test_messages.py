@@ -104,6 +104,10 @@ STEPS = {
     "slopes-half": ({"alibi_slopes": zeros(4, dtype=np.float16)}, "alibi_slopes",
                     "alibi_slopes.astype(np.float32)"),
     "slopes-key-heads": ({"alibi_slopes": zeros(2)}, "alibi_slopes", "np.repeat(alibi_slopes, 2)"),
+    "sink-wide": ({"sink": zeros(4, dtype=np.float64)}, "sink", "sink.astype(np.float32)"),
+    "sink-key-heads": ({"sink": zeros(2)}, "sink", "np.repeat(sink, 2)"),
+    "sink-infinite": ({"sink": np.float32([0, np.inf, np.nan, 0])}, "sink",
+                      "np.minimum(sink, 1e30)"),
     "lens-int64": ({"kv_lens": np.array([3, 4])}, "kv_lens", "kv_lens.astype(np.int32)"),
     "scale-fraction": ({"scale": Fraction(1, 3)}, "scale", "float(scale)"),
     "scale-decimal": ({"scale": Decimal("0.5")}, "scale", "float(scale)"),
@@ -124,7 +128,7 @@ def test_the_step_works(label):
     for function, arguments in ((call, good()), (call_backward, good_backward())):
         bad = arguments | changes
         text = refusal(function, bad)
-        assert text.startswith(f"`{name}` ") and f"pass `{code}`" in text, text
+        assert text.startswith((f"`{name}` ", f"`{name}`[")) and f"pass `{code}`" in text, text
         function(mended(bad, text))
 
 

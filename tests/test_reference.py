@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from cases import FEATURES, Case, inputs
+from cases import FEATURES, SINK, Case, inputs
 from onnx.reference import ReferenceEvaluator
 
 from cupy_flash import reference
@@ -21,6 +21,8 @@ def small(feature):
         changes["window"] = tuple(w if w is None else w % 3 for w in feature.window)
     if feature.q_offset is not None:
         changes["q_offset"] = max(-2, min(feature.q_offset, 3))
+    if feature.sink is not None:        # a loss of 1e9 has no digits left for differences
+        changes["sink"] = tuple(min(x, 1e4) for x in feature.sink)
     for name, N in (("q_lens", 5), ("kv_lens", 7)):
         if getattr(feature, name) is not None:
             changes[name] = tuple(n % (N + 1) for n in getattr(feature, name))
@@ -29,12 +31,11 @@ def small(feature):
     return replace(feature, **changes)
 
 
-@pytest.mark.parametrize("case", [small(f) for f in FEATURES], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [small(f) for f in (*FEATURES, *SINK)], ids=lambda case: case.id)
 def test_gradients_are_finite_differences(case):
     x = inputs(case)
     arrays = {"q": x.q, "k": x.k, "v": x.v}
-    if "bias" in x.options:
-        arrays["bias"] = x.options["bias"]
+    arrays |= {name: x.options[name] for name in ("bias", "sink") if name in x.options}
 
     def loss(**changed):
         given = {**x.options, **arrays, **changed}
@@ -44,7 +45,10 @@ def test_gradients_are_finite_differences(case):
         return (out * x.dout).sum() + (seen * x.dlse).sum()
 
     gradients = reference.attention_backward(x.dout, x.q, x.k, x.v, dlse=x.dlse, **x.options)
-    for (name, array), gradient in zip(arrays.items(), gradients, strict=False):
+    gradients = dict(zip(("q", "k", "v", "bias", "sink"), gradients, strict=True))
+    assert {name for name, gradient in gradients.items() if gradient is not None} == {*arrays}
+    for name, array in arrays.items():
+        gradient = gradients[name]
         assert gradient.shape == array.shape
         step = np.longdouble(2.0 ** -16)
         for at in np.ndindex(array.shape):

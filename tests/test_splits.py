@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from answers import answers, answers_to, floors, judge
-from cases import FEATURES, Case, inputs
+from cases import FEATURES, SINK, Case, inputs
 from numerics import assert_bit_equal
 
 import cupy_flash as cf
@@ -26,6 +26,9 @@ CASES = (
     Case("high-lens", Nq=300, Nk=60, B=2, d=32, Hq=2, Hk=1, causal=True, q_lens=(300, 100),
          kv_lens=(20, 60)),
     *(feature for feature in FEATURES if feature.label in ("decode-long", "decode-long-ragged")),
+    *(feature for feature in SINK if feature.label == "sink-decode"),
+    Case("high-sink", Nq=300, Nk=60, B=2, d=32, Hq=2, Hk=1, causal=True, q_lens=(300, 100),
+         kv_lens=(20, 60), bias="hqk", sink=(1.0, -2.0)),
 )
 
 
@@ -100,7 +103,7 @@ def assert_same_bits(threads, name, x):
 # 20 keys are no multiple of the rows of a product, which then touches keys of the next tile.
 @pytest.mark.parametrize("tiles", [{"Br": 32}, {"Br": 96}, {"Br": 16, "Bc": 20}], ids=str)
 def test_the_table_has_the_same_bits_with_any_number_of_threads(threads, tiles):
-    for case in (*CASES, *FEATURES):
+    for case in (*CASES, *FEATURES, *SINK):
         with tuned(**tiles):
             assert_same_bits(threads, case.id, inputs(case))
 

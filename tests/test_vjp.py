@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from answers import answers, floors, judge
-from cases import FEATURES, Case, inputs
+from cases import FEATURES, SINK, Case, inputs
 from numerics import assert_bit_equal
 from test_backward import assert_same_gradients, gradients
 from test_forward import attend, few
@@ -18,7 +18,7 @@ def asdict(backend, g):
     return {name: None if x is None else backend.asnumpy(x) for name, x in g._asdict().items()}
 
 
-@pytest.mark.parametrize("feature", FEATURES[::3], ids=lambda case: case.label)
+@pytest.mark.parametrize("feature", (*FEATURES[::3], *SINK[2::3]), ids=lambda case: case.label)
 def test_is_forward_and_backward(backend, feature):
     x = inputs(feature)
     y = backend.move(x)
@@ -68,24 +68,26 @@ def test_tf32_holds_for_the_pullback(backend):
 
 
 @pytest.mark.parametrize("label", ["all-but-lens", "all-options", "softcap", "lens",
-                                   "window-causal-gqa", "bias-head-key-causal"])
+                                   "window-causal-gqa", "bias-head-key-causal",
+                                   "sink-causal-tall", "sink-all-options"])
 def test_pullback_is_the_derivative_of_the_forward_call(backend, label):
     """Central differences along random directions, through `cf.attention` itself."""
-    feature = next(f for f in FEATURES if f.label == label)
+    feature = next(f for f in (*FEATURES, *SINK) if f.label == label)
     case = replace(feature, dtype="float64", data="normal")
     x = inputs(case)
     rng = np.random.default_rng(3)
 
-    def loss(q, k, v, bias):
-        options = x.options if bias is None else x.options | {"bias": bias}
+    def loss(q, k, v, bias, sink):
+        changed = {"bias": bias, "sink": sink}
+        options = x.options | {name: a for name, a in changed.items() if a is not None}
         out, lse = attend(backend, x._replace(q=q, k=k, v=v, options=options))
         return (out * x.dout).sum() + (np.where(np.isfinite(lse), lse, 0) * x.dlse).sum()
 
     y = backend.move(x)
     _, pullback = cf.attention_vjp(y.q, y.k, y.v, return_lse=True, **y.options)
     g = asdict(backend, pullback(y.dout, y.dlse))
-    arrays = [x.q, x.k, x.v, x.options.get("bias")]
-    for at, name in enumerate(("dq", "dk", "dv", "dbias")):
+    arrays = [x.q, x.k, x.v, x.options.get("bias"), x.options.get("sink")]
+    for at, name in enumerate(("dq", "dk", "dv", "dbias", "dsink")):
         if arrays[at] is None:
             continue
         direction = rng.standard_normal(arrays[at].shape)

@@ -226,7 +226,7 @@ def test_the_jobs_of_the_cpu_run_every_kernel_and_calls_need_no_more():
                           env={**os.environ, "NUMBA_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr
     before, after = done.stdout.splitlines()
-    assert before == after == str([1] * 5)
+    assert before == after == str([1] * 6)
 
 
 def test_cpu_jobs_of_types_that_share_kernels_are_one():

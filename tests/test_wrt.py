@@ -14,13 +14,16 @@ from cupy_flash.bind import Options, bind_backward
 from cupy_flash.plan import make_plan, tuned
 from cupy_flash.results import missing
 
-NAMES = ("q", "k", "v", "bias")
-SUBSETS = [names for n in range(1, 5) for names in combinations(NAMES, n)]
+NAMES = ("q", "k", "v", "bias", "sink")
+SUBSETS = [names for n in range(1, 6) for names in combinations(NAMES, n)]
 CASES = {
-    "a task per head": Case("wrt", Nq=60, Nk=70, d=16, Hq=4, Hk=2, bias="hqk"),
-    "tiles in turns": Case("wrt", Nq=500, Nk=1100, d=16, Hq=2, Hk=2, bias="1hq1", causal=True),
-    "chunks": Case("wrt", Nq=2000, Nk=90, d=16, d_v=24, Hq=2, Hk=1, bias="11qk", softcap=3.0),
-    "large rows": Case("wrt", Nq=90, Nk=300, d=16, bias="hqk", dtype="bfloat16", scale=1e4),
+    "a task per head": Case("wrt", Nq=60, Nk=70, d=16, Hq=4, Hk=2, bias="hqk", sink=(1.0, 2.0)),
+    "tiles in turns": Case("wrt", Nq=500, Nk=1100, d=16, Hq=2, Hk=2, bias="1hq1", sink=(0.0, 1.0),
+                           causal=True),
+    "chunks": Case("wrt", Nq=2000, Nk=90, d=16, d_v=24, Hq=2, Hk=1, bias="11qk", sink=(0.0, 1.0),
+                   softcap=3.0),
+    "large rows": Case("wrt", Nq=90, Nk=300, d=16, bias="hqk", sink=(9e3, 3e4), dtype="bfloat16",
+                       scale=1e4),
 }
 
 
@@ -28,7 +31,7 @@ def gradients(x, **more):
     """The gradients of a case's inputs, by name."""
     out, lse = cf.attention(x.q, x.k, x.v, return_lse=True, **x.options)
     g = cf.attention_backward(x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse, **x.options, **more)
-    return dict(zip(NAMES, g, strict=True))
+    return {name: getattr(g, f"d{name}") for name in NAMES}
 
 
 def plan_of(x, threads=8, **more):
@@ -103,11 +106,12 @@ def test_what_is_not_wanted_is_not_planned(label):
     sums = {"reduce_chunks"} & launches
     for names in SUBSETS:
         found, sizes = planned(names)
-        wanted = {"backward"} | ({"dbias"} if "bias" in names else set())
+        wanted = {"backward", *(f"d{name}" for name in ("bias", "sink") if name in names)}
         assert found == (wanted | sums if {"k", "v"} & {*names} else wanted), names
         assert ("normalisers" in sizes) == ("bias" in names)
+        assert ("sink_terms" in sizes) == ("sink" in names)
         if not {"k", "v"} & {*names}:
-            assert sizes.keys() <= {"slab", "normalisers"}
+            assert sizes.keys() <= {"slab", "normalisers", "sink_terms"}
         elif "partial" in sizes and not {"k", "v"} <= {*names}:
             assert sizes["partial"] < 0.8 * buffers["partial"]
 
@@ -122,20 +126,20 @@ def test_the_scratch_of_dq_is_not_planned():
 def test_what_is_not_wanted_is_not_allocated(names):
     x = inputs(CASES["chunks"])
     problem = plan_of(x, wrt=names).problem
-    gradients = {"q": "dq", "k": "dk", "v": "dv", "bias": "dbias"}
+    gradients = {"q": "dq", "k": "dk", "v": "dv", "bias": "dbias", "sink": "dsink"}
     assert {one.name for one in missing("backward", problem)} == {gradients[n] for n in names}
 
 
 def test_explain_says_what_is_left_out():
     x = inputs(CASES["chunks"])
     forward, backward = cf.explain(x.q, x.k, x.v, wrt=("q", "k"), **x.options).split("\nbackward:")
-    assert "no gradient of v bias" in backward and "no gradient" not in forward
+    assert "no gradient of v bias sink" in backward and "no gradient" not in forward
     assert "no gradient" not in cf.explain(x.q, x.k, x.v, wrt=NAMES, **x.options)
-    assert "dbias" not in backward
+    assert "dbias" not in backward and "dsink" not in backward
 
 
 @pytest.mark.parametrize("wrt, error, words", [
-    ("q", TypeError, 'expected a tuple of names (q, k, v, bias): pass `("q",)`'),
+    ("q", TypeError, 'expected a tuple of names (q, k, v, bias, sink): pass `("q",)`'),
     (("q", "dk"), ValueError, 'as in `wrt=("k",)`'),
     (("k", "bias"), ValueError, "pass `('k',)`"),
     (("q", "q"), ValueError, "pass `tuple(dict.fromkeys(wrt))`"),

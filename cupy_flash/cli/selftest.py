@@ -172,7 +172,7 @@ def _by_device(device, case):
 
 def _named(out, lse, gradients):
     """Results by name, in float64 or wider, without those that do not exist."""
-    named = dict(zip(("out", "lse", "dq", "dk", "dv", "dbias"), (out, lse, *gradients),
+    named = dict(zip(("out", "lse", "dq", "dk", "dv", "dbias", "dsink"), (out, lse, *gradients),
                      strict=True))
     return {name: x.astype(np.result_type(x.dtype, np.float64))
             for name, x in named.items() if x is not None}

@@ -81,7 +81,8 @@ def run_on_cpu(name, step):
     else:
         # One head with many queries: several threads share it, and a kernel adds up their parts.
         x, lse = np.ones((512, 16), name), np.ones(512, name)
-        cf.attention_backward(x, x, x, x, x, lse, bias=np.zeros((512, 1), name))
+        cf.attention_backward(x, x, x, x, x, lse, bias=np.zeros((512, 1), name),
+                              sink=np.zeros(1, name))
 
 
 def _warm_cpu(dtypes, backward):

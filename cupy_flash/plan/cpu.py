@@ -99,7 +99,7 @@ def plan_forward(problem, device, config):
 
 
 def plan_backward(problem, device, config):
-    """`backward`, `reduce_chunks` if it left accumulators, `dbias` if that is wanted."""
+    """`backward`, `reduce_chunks` if it left accumulators, `dbias` and `dsink` if wanted."""
     config = _fit(problem, config)
     heads = problem.batch * problem.heads_k
     if heads == 0:
@@ -140,6 +140,13 @@ def plan_backward(problem, device, config):
         launches.append(
             Launch("dbias", config, tasks, min(launches[0].threads, tasks), chunks,
                    "one task per tile of dbias, which walks all that was broadcast")
+        )
+    if problem.wants_dsink:
+        workspace.append(Buffer("sink_terms", problem.batch * problem.heads_q * problem.Nq,
+                                problem.accumulator))
+        launches.append(
+            Launch("dsink", config, problem.heads_q, min(launches[0].threads, problem.heads_q),
+                   chunks, "one task per head, which sums what its rows left")
         )
     return Plan("backward", problem, device, tuple(launches), tuple(workspace))
 

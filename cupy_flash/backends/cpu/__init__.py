@@ -14,8 +14,10 @@ from .combine import combine
 from .dbias import dbias
 from .forward import forward
 from .params import Template
+from .sink import dsink
 
-KERNELS = {kernel.__name__: kernel for kernel in (forward, combine, backward, reduce_chunks, dbias)}
+KERNELS = {kernel.__name__: kernel
+           for kernel in (forward, combine, backward, reduce_chunks, dbias, dsink)}
 _SLAB_ALIGNMENT = 64
 
 

@@ -18,6 +18,7 @@ from .mask import key_range, open_rows
 from .micro_kernel import add_matmul, matmul
 from .normalise import find_large_rows, keep_normalisers, normalise
 from .scores import score_tile, through_cap
+from .sink import forget_unread, join_sinks, keep_terms, sees_key
 from .softmax import softmax_backward, softmax_step
 from .sums import add_lines, gather, join_row, move
 from .team import enter, leave, stopped
@@ -27,6 +28,7 @@ from .tiles import (
     load_tile,
     packed_address,
     round_tile,
+    row_value,
     store_row,
     transpose_tile,
     zero_rows,
@@ -130,9 +132,13 @@ def backward_rows(p, t, b, head_k, row0, sums, turns, shared, worker):
     scored = wants(p.dq) or wants(p.dk)  # these take dS
     if find_large_rows(t.lse, rows.rows):
         sum_rows(p, t, rows, k_base, v_base, first, last, shared, worker)
+        if p.sink != 0:
+            join_sinks(p, rows, t.state[0], t.state[1])
         normalise(t.lse, t.share, t.state[0], t.state[1], rows.rows)
     if p.normalisers != 0:
         keep_normalisers(p, rows, t.lse, t.share)
+    if wants(p.dsink):
+        keep_terms(p, rows, t.lse, t.share, t.delta)
     # By the tile's number, so that sums do not depend on who computes which tile. Tiles that see a
     # key follow each other: never more than NEAR_TILES of them add to it between two moves.
     has_far = len(sums.dk_far) + len(sums.dv_far) > 0
@@ -205,14 +211,13 @@ def load_rows(p, t, rows):
     out = p.out.address + b * p.out.b + rows.head0 * p.out.h
     for r in range(n):
         t.lse[r] = row_value(p.lse, rows, row0 + r, t.o)
-        if t.lse[r] == -np.inf:
-            t.lse[r] = np.inf
-            t.delta[r] = 0
-            zero_rows(t.q, r, r + 1)
-            zero_rows(t.do, r, r + 1)
-        else:
+        t.delta[r] = 0
+        empty = t.lse[r] == -np.inf
+        blind = empty or (p.sink != 0 and not sees_key(p, rows, r, t.o))
+        if not empty:
             load_tile(t.o, p.out, out, row0 + r, np.int64(1), p.d_v, group)
-            t.delta[r] = 0
+            if blind:
+                forget_unread(t.do[r], t.o[0], p.d_v)
             for c0 in range(0, p.d_v, CHAIN):  # as the micro-kernel does
                 part = t.o.dtype.type(0)
                 for c in range(c0, min(c0 + CHAIN, p.d_v)):
@@ -220,6 +225,10 @@ def load_rows(p, t, rows):
                 t.delta[r] += part
             if p.dlse.address != 0:
                 t.delta[r] -= row_value(p.dlse, rows, row0 + r, t.o)
+        if blind:
+            t.lse[r] = np.inf
+            zero_rows(t.q, r, r + 1)
+            zero_rows(t.do, r, r + 1)
     transpose_tile(t.q_t, t.q, n, p.d, rows.lanes)
     transpose_tile(t.do_t, t.do, n, p.d_v, rows.lanes)
 
@@ -240,13 +249,6 @@ def sum_rows(p, t, rows, k_base, v_base, first, last, shared, worker):
         score_tile(t.S, t.k, t.v, t.q_t, p, rows, key0, keys)
         softmax_step(t.S, m, l, rest, alpha, m_ref, part, total, keys, rows.lanes, lazy)
     join_row(l, rest, rows.rows)
-
-
-@tile_function
-def row_value(tensor, rows, row, like):
-    """The packed row's element of lse or dlse, which have the accumulators' type."""
-    base = tensor.address + rows.b * tensor.b + rows.head0 * tensor.h
-    return carray(as_pointer(packed_address(tensor, base, row, rows.group)), (1,), like.dtype)[0]
 
 
 @tile_function

@@ -5,6 +5,8 @@ from numba import carray
 
 from .elementary import exp
 from .jit import as_pointer, kernel, next_task
+from .mask import lengths
+from .sink import join_sink
 from .sums import joined, two_sum
 from .team import enter, leave, stopped
 from .tiles import store_row
@@ -15,7 +17,8 @@ def combine(params, slab, shared, worker):
     """One worker: takes rows until none is left.
 
     With m = max m_s: l = sum exp(m_s - m) l_s, out = sum exp(m_s - m) l_s out_s / l. From m and l,
-    not from lse_s = m_s + ln l_s: beside a large m_s there is no room for ln l_s.
+    not from lse_s = m_s + ln l_s: beside a large m_s there is no room for ln l_s. The sink
+    joins these as it joins m and l of a row.
     """
     if not enter(shared, worker):
         return
@@ -24,7 +27,7 @@ def combine(params, slab, shared, worker):
     out_partial = carray(as_pointer(p.out_partial), (p.splits, rows, p.d_v), slab.dtype)
     sums_partial = carray(as_pointer(p.sums_partial), (p.splits, rows, 2), slab.dtype)
     total, rest = slab[: p.d_v], slab[p.d_v : 2 * p.d_v]
-    zero = slab.dtype.type(0)
+    zero, one = slab.dtype.type(0), slab.dtype.type(1)
     row = next_task(shared)
     while row < rows and not stopped(shared, worker):
         m = slab.dtype.type(-np.inf)
@@ -43,8 +46,11 @@ def combine(params, slab, shared, worker):
                 rest[c] += lost
         l = joined(l, l_rest)
         b, head, i = row // (p.heads_q * p.Nq), row // p.Nq % p.heads_q, row % p.Nq
+        seen, alpha = l != 0, one
+        if p.sink != 0 and i < lengths(p, b)[0]:
+            m, l, alpha = join_sink(p, head, m, l, slab)
         for c in range(p.d_v):
-            total[c] = joined(total[c], rest[c]) / l if l != 0 else 0
+            total[c] = joined(total[c], rest[c]) * alpha / l if seen else 0
         store_row(
             p.out, p.out.address + b * p.out.b + head * p.out.h + i * p.out.n, total, p.d_v, 1
         )

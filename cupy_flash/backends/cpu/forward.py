@@ -11,6 +11,7 @@ from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import hide_row_by_range, key_range, open_rows
 from .micro_kernel import add_matmul, few_products, few_scores
 from .scores import score_tile
+from .sink import join_sink
 from .softmax import scale_rows, softmax_row_step, softmax_step
 from .sums import gather, join_row, move
 from .team import enter, leave, stopped
@@ -166,18 +167,27 @@ def view(tensor, base, key0, keys, columns, like):
 
 @tile_function
 def store_result(p, acc, m, l, rows, split):
-    """out = acc / l, lse = m + ln l; rows behind q_lens and rows that see no key: 0 and -inf."""
+    """out = acc / l, lse = m + ln l, with the sink in both.
+
+    Rows that see no key: 0, and the sink or -inf; rows behind q_lens: 0 and -inf.
+    """
     out = p.out.address + rows.b * p.out.b + rows.head0 * p.out.h
     lse = p.lse.address + rows.b * p.lse.b + rows.head0 * p.lse.h
     for r in range(min(p.Br, rows.group * p.Nq - rows.row0)):
         row = rows.row0 + r
-        if r < rows.rows and l[r] != 0:
-            for c in range(p.d_v):
-                acc[r, c] /= l[r]
-        else:
+        seen = r < rows.rows and l[r] != 0
+        if not seen:
             l[r] = 0
             acc[r, :] = 0  # selected, not multiplied: scratch may hold a NaN
             m[r] = -np.inf
+        if p.sink != 0 and p.splits == 1 and r < rows.rows:  # of splits, `combine` adds it
+            head = rows.head0 + row % rows.group
+            m[r], l[r], alpha = join_sink(p, head, m[r], l[r], acc)
+            for c in range(p.d_v):
+                acc[r, c] *= alpha
+        if seen:
+            for c in range(p.d_v):
+                acc[r, c] /= l[r]
         if p.splits > 1:
             store_partial(p, acc[r], m[r], l[r], rows, row, split)
             continue

@@ -32,7 +32,8 @@ ForwardParams = np.dtype(
     align=True,
 )
 # partial: address of [batch, heads_k, chunks, dk and dv tiles]; normalisers: see normalise.py;
-# turns: address of [batch, heads_k, query tiles], see turns.py; *_bias: extents of dbias.
+# turns: address of [batch, heads_k, query tiles], see turns.py; *_bias: extents of dbias;
+# sink_terms: address of [batch, heads_q, Nq], see sink.py.
 BackwardParams = np.dtype(
     [
         *_COMMON,
@@ -40,7 +41,7 @@ BackwardParams = np.dtype(
         *(
             (name, "i8")
             for name in (
-                *("chunks", "partial", "normalisers"),
+                *("chunks", "partial", "normalisers", "sink_terms"),
                 *("Nbias_q", "Nbias_k", "batch_bias", "heads_bias"),
             )
         ),
@@ -130,6 +131,7 @@ def _backward(problem, launch, addresses):
         "chunks": launch.splits,
         "partial": addresses.get("partial", 0),
         "normalisers": addresses.get("normalisers", 0),
+        "sink_terms": addresses.get("sink_terms", 0),
         "batch_bias": b,
         "heads_bias": h,
         "Nbias_q": n,
@@ -150,7 +152,7 @@ def _tensor(array):
     """The Tensor fields of an array of up to four axes (batch, head, row, column)."""
     if array is None:
         return (0, 0, 0, 0, 0, 0)
-    strides = (*array.strides, 0, 0)[:4]
+    strides = (*array.strides, 0, 0, 0)[:4]
     return (_address(array), *strides, KINDS.get(array.dtype.name, 0))
 
 

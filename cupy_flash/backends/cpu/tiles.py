@@ -74,6 +74,13 @@ def load_keys(tile, tensor, base, key0, keys, columns):
 
 
 @tile_function
+def row_value(tensor, rows, row, like):
+    """The packed row's element of lse or dlse, which have the accumulators' type."""
+    base = tensor.address + rows.b * tensor.b + rows.head0 * tensor.h
+    return carray(as_pointer(packed_address(tensor, base, row, rows.group)), (1,), like.dtype)[0]
+
+
+@tile_function
 def transpose_tile(tile, source, rows, columns, lanes):
     """tile[c, r] = source[r, c]; lanes r >= rows are 0."""
     for r in range(rows):
