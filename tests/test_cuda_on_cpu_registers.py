@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from answers import answers_to, judge
 from cases import FEATURES, KINDS, Case, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers, KernelError
 from numerics import assert_bit_equal
@@ -222,6 +223,19 @@ def test_hidden_values_do_not_matter(kind, how):
     for value in (np.nan, np.inf, float(np.finfo(np.float32).max)):
         for name, a, b in zip(("out", "lse"), call(value), want, strict=True):
             assert_bit_equal(f"{value} {name}", a, b)
+
+
+@pytest.mark.parametrize("kind, row", [*((kind, SMALL) for kind in KINDS), ("bfloat16", PAIRS)])
+def test_a_row_beside_the_lowest_bias_is_the_mean_of_its_values(kind, row):
+    """All its scores are about the number that stands for no reference, or beyond it."""
+    dtype, precision = KINDS[kind]
+    wide_dtype = np.float64 if dtype == "float64" else np.float32
+    x = inputs(Case("lowest", Nq=40, Nk=50, Hq=1, Hk=1, d=16, d_v=64, dtype=dtype,
+                    precision=precision, bias="hqk", bias_dtype=np.dtype(wide_dtype).name))
+    x.options["bias"][..., 3, :] = np.finfo(wide_dtype).min
+    out, lse = fibers(row).forward(x.q, x.k, x.v, **x.options)
+    assert (lse[..., 3] == np.finfo(wide_dtype).min).all()
+    judge("lowest", {"out": out, "lse": lse}, *answers_to(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)

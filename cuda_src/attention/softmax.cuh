@@ -48,8 +48,8 @@ CF_DEVICE bool passes(T top, T m, T factor, T lazy) {
   return m == -inf<T>() ? top != m : (top - m) * factor > lazy;
 }
 
-// Whether a row that reaches `top` may have to, by one multiply-add from its reference as a power of
-// 2 (see PowerReference): yes where it must, and in rows without such a reference that see a key.
+// Whether a row that reaches `top` may have to, by one multiply-add from its reference as a power
+// of 2 (see PowerReference): yes where it must, and in rows without such a reference.
 template <typename Config>
 CF_DEVICE bool may_pass(float top, float factor, float m_ref, float lazy) {
   // Beside a large bias all scores of a row may lie below LOWEST / factor.
