@@ -68,6 +68,16 @@ def test_rows_that_see_only_the_sink(backend, how, dtype, value):
         assert_same_gradients(f"{how} {dtype} {name}", got, want)
 
 
+def test_a_bias_beyond_the_accumulators_type_hides_its_key(backend):
+    """-1e300 is -inf in float32, forward and where backward looks for a key that is seen."""
+    x = inputs(Case("beyond", bias="hqk", bias_dtype="float64", sink=(1.0, 2.0, 0.0, 3.0), **SIZES))
+    x.options["bias"][:, BLIND, :] = -1e300
+    want = results(backend, x)
+    assert (want["lse"][:, :, BLIND] == x.options["sink"][:, None]).all()
+    x.q[:, :, BLIND], x.dout[:, :, BLIND] = np.nan, np.nan
+    assert_same_gradients("beyond", results(backend, x), want)
+
+
 def test_a_fully_masked_row_adds_its_dlse(backend):
     """P_sink is exactly 1 there, and D is 0: sums of integers are exact."""
     x = inputs(Case("dlse", mask="nothing", sink=(0.3, 7.0, -1e4, 1e9), **SIZES))
