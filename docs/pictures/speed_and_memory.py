@@ -1,0 +1,2 @@
+import matplotlib.pyplot as plt
+plt.plot([1,2])
