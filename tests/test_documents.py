@@ -74,7 +74,8 @@ def test_code_runs(path, anywhere):
 
 def test_a_wrong_output_is_found(tmp_path, anywhere):
     page = tmp_path / "page.md"
-    for text in (">>> 1 + 1\n3\n", ">>> 1 / 0\nTraceback (most recent call last):\nTypeError: no\n"):
+    for text in (">>> 1 + 1\n3\n",
+                 ">>> 1 / 0\nTraceback (most recent call last):\nTypeError: no\n"):
         page.write_text(f"```pycon\n{text}```\n")
         with pytest.raises(AssertionError, match="Expected"):
             run_page(page)
