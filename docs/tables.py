@@ -52,8 +52,8 @@ def gpu_speed():
     text = table(["type", "what", "pass", "cells", "mean", "range"], rows)
     old = sum(map(stale, lines))
     if old:
-        text += (f"\n\nOf these {len(lines)} cells, {old} were measured with kernels that have changed "
-                 "since.")
+        text += (f"\n\nOf these {len(lines)} cells, {old} were measured with kernels that have "
+                 "changed since.")
     return text
 
 
@@ -130,8 +130,8 @@ def cpu_errors(N=1000, d=64):
             row += [f"{np.abs(x.astype(wide) - want).max() / largest:.0e}"
                     for x in (ours, baseline)]
         rows.append(row)
-    head = ["type", *chain.from_iterable((f"`{name}`", "plain") for name in ("out", "dq", "dk", "dv"))]
-    return table(head, rows)
+    names = ("out", "dq", "dk", "dv")
+    return table(["type", *chain.from_iterable((f"`{name}`", "plain") for name in names)], rows)
 
 
 def traffic(N=16384, d=128, heads=16, Br=128, size=2):
@@ -141,7 +141,8 @@ def traffic(N=16384, d=128, heads=16, Br=128, size=2):
     ours = 2 * heads * N * d * size + 2 * heads * N * d * size * (N // Br)
     flops = 4 * heads * N * N * d
     bandwidth, peak = 4.8e12, 989e12
-    rows = [["q, k, v and out, once each", _bytes(operands), f"{1e3 * operands / bandwidth:.2f} ms"],
+    rows = [["q, k, v and out, once each", _bytes(operands),
+             f"{1e3 * operands / bandwidth:.2f} ms"],
             ["the matrix of scores: written, read, written as P, read", _bytes(4 * matrix),
              f"{1e3 * 4 * matrix / bandwidth:.1f} ms"],
             [f"tiles of {Br} queries: K and V once for each", _bytes(ours),
@@ -167,10 +168,6 @@ def workspace():
 
 def _bytes(n):
     """A number of bytes in a fitting unit."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            break
-        n /= 1024
-    else:
-        unit = "TiB"
-    return f"{n:.0f} {unit}" if n >= 100 or unit == "bytes" else f"{n:.1f} {unit}"
+    power = min(int(log(n, 1024)), 4)
+    n, unit = n / 1024**power, ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{n:.0f} {unit}" if n >= 100 or not power else f"{n:.1f} {unit}"
