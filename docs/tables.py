@@ -33,23 +33,21 @@ def mean(values):
 
 
 def gpu_speed():
-    """Ratios to the best peer, by family, type and pass; and what is stale."""
+    """Ratios to the best peer, by family and type; and what is stale."""
     from charts import speed_records
     from speed_lines import stale
 
-    lines = [one for one in speed_records() if one["ratio"]]
-    groups = {}
-    for one in lines:
-        groups.setdefault((one["family"], one["kind"], one["direction"]), []).append(one["ratio"])
     words = {"16-bit": "full and causal", "features": "grouped heads, d 192 and 128, a window",
              "decode": "one query on many keys", "science": "one sequence",
              "portable": "by the kernels for every GPU"}
-    groups = sorted(groups.items(), key=lambda item: (
-        list(words).index(item[0][0]), list(TYPES).index(item[0][1]), item[0][2] == "backward"))
-    rows = [[TYPES[kind], words[family], direction, len(found), f"**{mean(found):.2f}**",
-             f"{min(found):.2f} to {max(found):.2f}"]
-            for (family, kind, direction), found in groups]
-    text = table(["type", "what", "pass", "cells", "mean", "range"], rows)
+    lines = [one for one in speed_records() if one["ratio"]]
+    kinds = sorted({(one["family"], one["kind"]) for one in lines}, key=lambda kind: (
+        list(words).index(kind[0]), list(TYPES).index(kind[1])))
+    rows = [[TYPES[kind], words[family], *(
+        ratios(one["ratio"] for one in lines
+               if (one["family"], one["kind"], one["direction"]) == (family, kind, direction))
+        for direction in ("forward", "backward"))] for family, kind in kinds]
+    text = table(["type", "what", "forward", "backward"], rows)
     old = sum(map(stale, lines))
     if old:
         text += (f"\n\nOf these {len(lines)} cells, {old} were measured with kernels that have "
@@ -57,17 +55,19 @@ def gpu_speed():
     return text
 
 
+def ratios(values):
+    """The geometric mean of ratios, and their range."""
+    values = list(values)
+    return (f"**{mean(values):.2f}** ({min(values):.2f} to {max(values):.2f})" if values else "")
+
+
 def cpu_speed():
     """Ratios to PyTorch on a CPU."""
     lines = [one for one in records("cpu.jsonl") if one["Nq"] in (2048, 8192)]
-    rows = []
-    for dtype in ("float32", "float64"):
-        for direction in ("forward", "backward"):
-            found = [one["ratio"] for one in lines
-                     if (one["dtype"], one["direction"]) == (dtype, direction)]
-            rows.append([dtype, direction, len(found), f"**{mean(found):.2f}**",
-                         f"{min(found):.2f} to {max(found):.2f}"])
-    return table(["type", "pass", "cells", "mean", "range"], rows)
+    return table(["type", "forward", "backward"], [
+        [dtype, *(ratios(one["ratio"] for one in lines
+                         if (one["dtype"], one["direction"]) == (dtype, direction))
+                  for direction in ("forward", "backward"))] for dtype in ("float32", "float64")])
 
 
 def first_calls():

@@ -30,8 +30,10 @@ H, NQ, NK, D, WORKERS = 4, 1000, 25_000, 32, 4
 
 
 def keys_of(part):
-    """The keys and values of one worker."""
-    return np.random.default_rng(part).standard_normal((2, H, NK, D), dtype=np.float32)
+    """The keys and values of one worker; its keys lie around a centre of their own."""
+    rng = np.random.default_rng(part)
+    k, v = rng.standard_normal((2, H, NK, D), dtype=np.float32)
+    return np.stack([k + 0.5 * rng.standard_normal((H, 1, D), dtype=np.float32), v])
 
 
 def attend(kv, q):

@@ -173,3 +173,27 @@ def test_variables_of_the_environment_are_all():
     ours = set(re.findall(r"CUPY_FLASH_[A-Z_]+", source))
     assert ours and ours <= set(re.findall(r"CUPY_FLASH_[A-Z_]+", page))
     assert set(COMMANDS) <= set(re.findall(r"-m cupy_flash (\w+)", page))
+
+
+def test_the_readme_has_the_numbers_of_the_records(anywhere):
+    import charts
+    import tables
+
+    text = (ROOT / "README.md").read_text()
+    assert tables.errors() in text, "write docs/tables.py's `errors()` into the README"
+    lines = charts.speed_records(family="16-bit", kind="bfloat16")
+    for direction in ("forward", "backward"):
+        found = tables.ratios(one["ratio"] for one in lines if one["direction"] == direction)
+        assert f"{direction} {found}" in text, f"the README should have {direction} {found}"
+    cpu = re.findall(r"\*\*([\d.]+)\*\*", tables.cpu_speed())
+    assert f"by {min(cpu)} to {max(cpu)} in the mean" in " ".join(text.split())
+    assert charts.stamp() in (DOCS / "images" / "speed.svg").read_text(), (
+        "draw it again: python bench/charts.py")
+
+
+def test_the_picture_of_the_demo_is_drawn(anywhere):
+    import digits_demo
+
+    figure = digits_demo.draw(reach=0)
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles[0].startswith("400 test images; misread, in red: a ") and len(titles) == 3
