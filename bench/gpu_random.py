@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 import numpy as np
 from answers import answers_to, floors, judge
-from cases import CASES, KINDS, Case, inputs
+from cases import CASES, KINDS, Case, forms, inputs
 from gpu_check import say
 from gpu_compile import compile_one, units_of
 from numerics import DRAWS
@@ -17,6 +17,7 @@ from speed_device import device_of
 
 import cupy_flash as cf
 from cupy_flash.bind import Options, describe
+from cupy_flash.options import ARRAYS
 from cupy_flash.plan import make_plan, tuned
 
 # (d, d_v) as compiled; half of the true ones are drawn from the last 16 below. With two sets of
@@ -49,21 +50,18 @@ def draw(seed, index, plain=False):
     long = rng.random() < 0.08 and dtype != "float64"       # enough keys to be split
     Nq = int(pick(1, 2, 5)) if long else int(rng.integers(1, pick(20, 150, 260)))
     Nk = int(rng.integers(1024, 4000)) if long else int(rng.integers(1, pick(20, 150, 260)))
-    sides = (None, 0, 3, 40, 130)
-    chance, often = rng.random, 0.0 if plain else 0.2
+    ndim = 4 if B > 1 or Hk * group > 1 else int(pick(2, 3, 4))
+    sides, chance = (None, 0, 3, 40, 130), rng.random
+    arrays = tuple((name, str(pick(*forms(option, ndim)))) for name, option in ARRAYS.items()
+                   if chance() < 0.2 and not (plain and name in ("mask", "bias")))
     return Case(
         f"random-{seed}-{index}", Nq=Nq, Nk=Nk, d=d, d_v=d_v, B=B, Hq=Hk * group, Hk=Hk,
-        ndim=4 if B > 1 or Hk * group > 1 else int(pick(2, 3, 4)), dtype=dtype,
+        ndim=ndim, dtype=dtype,
         precision=precision, scale=pick(None, None, None, 0.3, -0.1), causal=bool(chance() < 0.4),
         q_offset=int(rng.integers(-20, Nk + 20)) if chance() < 0.2 else None,
         window=(pick(*sides), pick(*sides)) if chance() < 0.25 else None,
-        mask=pick("dense", "blocks", "padding", "per-query") if chance() < often else None,
-        bias=pick("bhqk", "11qk", "b11k", "1h1k", "hq1", "qk") if chance() < often else None,
-        bias_dtype=pick(None, "float32"), bias_holes=bool(chance() < 0.3),
         softcap=pick(1.5, 20.0) if chance() < 0.15 else None,
-        alibi=pick("h", "bh") if chance() < 0.15 else None,
-        q_lens=tuple(map(int, rng.integers(0, Nq + 1, B))) if chance() < 0.15 else None,
-        kv_lens=tuple(map(int, rng.integers(0, Nk + 1, B))) if chance() < 0.15 else None,
+        arrays=arrays,
         data=pick("normal", "normal", "mean1", "late", "scales", "spread", "spread-values"),
     ), bool(chance() < 0.4)
 
@@ -156,7 +154,7 @@ def compile_on_cpu(entry, dtype):
     import cupy_flash.backends.cpu as cpu
     from cupy_flash.backends.cpu.params import BackwardParams, ForwardParams
 
-    struct = ForwardParams if entry in ("forward", "combine") else BackwardParams
+    struct = ForwardParams if entry in ("forward_wmma", "combine") else BackwardParams
     cpu.KERNELS[entry](np.zeros(1, struct), np.zeros(1 << 16, dtype), np.zeros(1, np.int64))
 
 

@@ -113,10 +113,10 @@ def overhead(direction, calls=50, rounds=50):
         return [(record(function), *rest) for function, *rest in original(plan)]
 
     launch.launches = recording
-    launch._kept.clear()
+    launch.prepared.clear()
     results = call()                               # its arrays live as long as their addresses
     launch.launches = original
-    launch._kept.clear()
+    launch.prepared.clear()
 
     def bare():
         for function, arguments in recorded:

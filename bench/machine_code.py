@@ -3,6 +3,7 @@
     python bench/machine_code.py 1ba2604                 # with the working tree
     python bench/machine_code.py 1ba2604 HEAD --arch 90a
     python bench/machine_code.py 1ba2604 --renew
+    python bench/machine_code.py 1ba2604 --renamed forward_registers=forward_sm80
 
 A change that is to leave the kernels alone (names, comments, functions moved) leaves their machine
 code as it is. Each commit lists the units that its planner can ask for, those for sm_90a without
@@ -16,6 +17,7 @@ were not stale at the old commit get the new digests of their sources.
 import argparse
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -51,13 +53,16 @@ def main():
     parser.add_argument("--arch", choices=ARCHITECTURES, action="append")
     parser.add_argument("--part", type=int, default=1, metavar="N", help="every N-th unit only")
     parser.add_argument("--renew", action="store_true", help="digests of measured speeds, too")
+    parser.add_argument("--renamed", action="append", default=[], metavar="OLD=NEW",
+                        help="a kernel that had another name at the old commit")
     arguments = parser.parse_args()
+    renamed = dict(pair.split("=") for pair in arguments.renamed)
     with tempfile.TemporaryDirectory() as folder:
         trees = [check_out(commit, Path(folder, name)) if commit else HERE.parent
                  for name, commit in (("old", arguments.old), ("new", arguments.new))]
         faults = 0
         for arch in arguments.arch or ARCHITECTURES:
-            faults += compare(arch, *trees, arguments.part)
+            faults += compare(arch, *trees, arguments.part, renamed)
         if arguments.renew and not faults:
             renew(*trees)
     return int(faults > 0)
@@ -72,9 +77,10 @@ def check_out(commit, folder):
     return folder
 
 
-def compare(arch, old, new, part):
+def compare(arch, old, new, part, renamed):
     """Print what differs on an architecture; returns how many units do. part: every so many."""
     texts = [ask(tree, "units", arch) for tree in (old, new)]
+    texts[0] = {now_named(name, renamed): text for name, text in texts[0].items()}
     alone = sorted(texts[0].keys() ^ texts[1].keys())
     for name in alone:
         print(f"sm_{arch} {name}: only the {'old' if name in texts[0] else 'new'} commit has it")
@@ -93,6 +99,15 @@ def compare(arch, old, new, part):
     print(f"sm_{arch}: {len(both)} units, {len(changed)} with changed sources compared, {differ} "
           f"of them with other machine code, {len(alone)} of one commit alone", flush=True)
     return differ + len(alone)
+
+
+def now_named(name, renamed):
+    """The name of a unit of the old commit, of whose kernels some have other names now."""
+    for before, now in renamed.items():
+        match = re.fullmatch(f"{before}(_(?:bfloat16|float16|tf32|float).*)", name)
+        if match:
+            return now + match[1]
+    return name
 
 
 def renew(old, new):
@@ -133,6 +148,10 @@ def units(arch):
     from cupy_flash.plan import make_plan
     from cupy_flash.problem import Mask, Problem
 
+    if "has_mask" in Problem.__dataclass_fields__:      # of older commits
+        problem_of = Problem
+    else:
+        from problems import problem_of
     special = {"targets": ("90a",)} if arch == "90a" else {}
     if special and "targets" not in GpuDevice.__dataclass_fields__:     # of older commits
         special = {"wgmma": True}
@@ -142,7 +161,7 @@ def units(arch):
     found = {}
     for (dtype, precision), (d, d_v), options, size, direction in product(
             KINDS, WIDTHS, OPTIONS, SIZES, ("forward", "backward")):
-        problem = Problem(**{
+        problem = problem_of(**{
             "heads_q": 1, "heads_k": 1, "d": d, "d_v": d_v, "dtype": dtype, "out_dtype": dtype,
             "precision": precision, "scale": 1.0, "softcap": 0.0, "mask": Mask(), **size,
             **options})
@@ -154,13 +173,17 @@ def units(arch):
 
 
 def code_of(text, arch, folder):
-    """The sections that are compared of a unit compiled with the sources in a folder."""
+    """The sections that are compared of a unit compiled with the sources in a folder.
+
+    Their titles are without the unit's name, since it may be another one at the other commit.
+    """
     import nvrtc
 
     cubin, log = nvrtc.compile(text, arch, folder)
     if cubin is None:
         raise RuntimeError(f"a unit of {folder} does not compile:\n{log}")
-    return sections(cubin)
+    name = re.search(r"\n(\w+)\(const __grid_constant__", text)[1]
+    return {title.replace(name, ""): code for title, code in sections(cubin).items()}
 
 
 def sections(cubin):

@@ -38,7 +38,7 @@ struct Params {
 struct ForwardParams : Params {
   int64 splits, split_keys;          // split s has the keys s * split_keys ... (s + 1) * split_keys
   uint64 out_partial;                // [splits, batch, heads_q, Nq, d_v] of the accumulators' type
-  uint64 lse_partial, l_partial;     // [splits, batch, heads_q, Nq]: m and l, see split.cuh
+  uint64 lse_partial, l_partial;     // [splits, batch, heads_q, Nq]: m and l, see store_end
 };
 
 struct BackwardParams : Params {
@@ -46,13 +46,13 @@ struct BackwardParams : Params {
   Tensor dlse;                       // [batch, heads_q, Nq], or absent
   Tensor dq, dk, dv;                 // shaped as q, k, v
   Tensor dbias;                      // [batch_bias, heads_bias, Nbias_q, Nbias_k]
-  uint64 delta;                      // [batch, heads_q, Nq] of the accumulators' type
-  uint64 state;                      // [batch, heads_k, tiles, lse or delta, Br] of packed rows
+  uint64 state;                      // [batch, heads_k, tiles, lse or delta, state_rows]
+  int64 state_rows;                  // packed rows of a tile of `state`
   uint64 dq_sums;                    // [batch, heads_k, tiles, Br * d] in the order of registers
   int64 Nbias_q, Nbias_k, batch_bias, heads_bias;
   int64 row_splits, split_rows;      // split s has the packed rows s * split_rows ...
   uint64 dk_sums, dv_sums;           // [row_splits, batch, heads_k, Nk, d or d_v]
-  uint64 normalisers;                // [batch, heads_q, Nq, 2], see tile/normaliser.cuh, or absent
+  uint64 normalisers;                // [batch, heads_q, Nq, 2], see gradient.cuh, or absent
 };
 
 }  // namespace cf

@@ -18,6 +18,13 @@ enum class Layout { row, col };
 #include CF_PTX_TWIN
 #else
 
+namespace cf {
+
+// An address in the block's shared memory.
+using SmemAddress = uint32;
+
+}  // namespace cf
+
 namespace cf::ptx {
 
 // Where the threads of the block or of the warp meet. Each barrier, wait and fence has a name, by
@@ -78,13 +85,39 @@ CF_DEVICE double kept(double x) {
   return x;
 }
 
-// A pointer into shared memory as the 32-bit address that wmma.load.shared takes.
-CF_DEVICE uint32 shared_address(const void* pointer) {
-  uint32 y;
-  asm("{ .reg .u64 wide; cvta.to.shared.u64 wide, %1; cvt.u32.u64 %0, wide; }"
-      : "=r"(y)
-      : "l"(pointer));
+// low and high rounded to nearest even, in one word.
+template <typename T>
+CF_DEVICE uint32 pack(float low, float high);
+template <>
+CF_DEVICE uint32 pack<half_t>(float low, float high) {
+  uint32 x;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+template <>
+CF_DEVICE uint32 pack<bfloat16_t>(float low, float high) {
+  uint32 x;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+
+// 2^x to 2 units in the last place; results below 2^-126 are 0.
+CF_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// 1 / x to a unit in the last place.
+CF_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// A pointer into shared memory as the address that instructions take.
+CF_DEVICE SmemAddress smem_address(const void* pointer) {
+  return SmemAddress(__cvta_generic_to_shared(pointer));
 }
 
 // One warp's product of fragments: c (M x N) += a (M x K) b (K x N). Pointers lie in shared memory,
@@ -102,17 +135,17 @@ struct Wmma;
 #define CF_LOAD4(x, which, layout, type)                                                        \
   asm volatile("wmma.load." which ".sync.aligned." layout "." type " " CF_LIST4 ", [%4], %5;"   \
                : CF_WORDS4(x)                                                                   \
-               : "r"(shared_address(p)), "r"(pitch)                                             \
+               : "r"(smem_address(p)), "r"(pitch)                                             \
                : "memory")
 #define CF_LOAD8(x, which, layout, type)                                                        \
   asm volatile("wmma.load." which ".sync.aligned." layout "." type " " CF_LIST8 ", [%8], %9;"   \
                : CF_WORDS8(x)                                                                   \
-               : "r"(shared_address(p)), "r"(pitch)                                             \
+               : "r"(smem_address(p)), "r"(pitch)                                             \
                : "memory")
 #define CF_LOAD1(x, which, layout, type)                                                        \
   asm volatile("wmma.load." which ".sync.aligned." layout "." type " {%0}, [%1], %2;"           \
                : "=d"(x[0])                                                                     \
-               : "r"(shared_address(p)), "r"(pitch)                                             \
+               : "r"(smem_address(p)), "r"(pitch)                                             \
                : "memory")
 
 // load_a and load_b of a kind: CF_LOADS(CF_LOAD4, element, "m16n16k16.shared.bf16").
@@ -139,13 +172,13 @@ struct Wmma;
   static CF_DEVICE void load_c(C& c, const float* p, int pitch) {                               \
     asm volatile("wmma.load.c.sync.aligned.row." shape ".shared.f32 " CF_LIST8 ", [%8], %9;"    \
                  : CF_SUMS8("=f", c.x)                                                          \
-                 : "r"(shared_address(p)), "r"(pitch)                                           \
+                 : "r"(smem_address(p)), "r"(pitch)                                           \
                  : "memory");                                                                   \
   }                                                                                             \
   static CF_DEVICE void store_c(float* p, const C& c, int pitch) {                              \
     asm volatile("wmma.store.d.sync.aligned.row." shape ".shared.f32 [%8], " CF_LIST8 ", %9;"   \
                  :                                                                              \
-                 : CF_SUMS8("f", c.x), "r"(shared_address(p)), "r"(pitch)                       \
+                 : CF_SUMS8("f", c.x), "r"(smem_address(p)), "r"(pitch)                       \
                  : "memory");                                                                   \
   }                                                                                             \
   CF_MMA_BY_LAYOUT(shape, types)
@@ -210,13 +243,13 @@ struct Wmma<double> {
   static CF_DEVICE void load_c(C& c, const double* p, int pitch) {
     asm volatile("wmma.load.c.sync.aligned.row.m8n8k4.shared.f64 {%0, %1}, [%2], %3;"
                  : "=d"(c.x[0]), "=d"(c.x[1])
-                 : "r"(shared_address(p)), "r"(pitch)
+                 : "r"(smem_address(p)), "r"(pitch)
                  : "memory");
   }
   static CF_DEVICE void store_c(double* p, const C& c, int pitch) {
     asm volatile("wmma.store.d.sync.aligned.row.m8n8k4.shared.f64 [%2], {%0, %1}, %3;"
                  :
-                 : "d"(c.x[0]), "d"(c.x[1]), "r"(shared_address(p)), "r"(pitch)
+                 : "d"(c.x[0]), "d"(c.x[1]), "r"(smem_address(p)), "r"(pitch)
                  : "memory");
   }
 #define CF_MMA(form)                                                                            \

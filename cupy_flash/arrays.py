@@ -16,6 +16,7 @@ class Layout(NamedTuple):
     Of the address of a CuPy array, `offset` is the rest by 16; `gpu` is the device it lies on.
     """
 
+    name: str
     shape: tuple
     strides: tuple
     dtype: np.dtype
@@ -36,47 +37,56 @@ class Layout(NamedTuple):
                                  or 0 in self.shape)
 
 
+class Layouts:
+    """The `Layout` of each array of a call: one after the other, or by its name."""
+
+    def __init__(self, layouts=()):
+        self._named = {layout.name: layout for layout in layouts}
+
+    def __iter__(self):
+        return iter(self._named.values())
+
+    def __contains__(self, name):
+        return name in self._named
+
+    def __getitem__(self, name):
+        return self._named[name]
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call, and where they lie, both by the names of the public functions."""
+
+    named: dict
+    addresses: dict
+
+
 def layouts(arrays):
     """What arrays, all of NumPy or all of CuPy, say about themselves: each is asked once.
 
     Returns
     -------
     layouts : tuple
-        Name and fields of the `Layout` of each.
-    addresses : list of int
-        Where those of CuPy lie, in this order; of NumPy's, none.
+        The fields of the `Layout` of each.
+    addresses : dict of str to int
+        Where they lie.
     """
-    found, addresses = [], []
+    found, addresses = [], {}
     if isinstance(arrays["q"], np.ndarray):
         for name, x in arrays.items():
+            addresses[name] = x.__array_interface__["data"][0]
             found.append((name, x.shape, x.strides, x.dtype, x.flags.aligned))
     else:
         for name, x in arrays.items():
             data = x.data
-            address = data.ptr
-            addresses.append(address)
+            address = addresses[name] = data.ptr
             found.append((name, x.shape, x.strides, x.dtype, True, address % OFFSETS,
                           data.device_id))
     return tuple(found), addresses
 
 
-def result_layout(name, like, columns, dtype):
-    """What `layouts` would say of a result that a call allocates.
-
-    `like` is the entry of the array whose memory order it has; with `columns` None it has one axis
-    less and C order, as `lse`.
-    """
-    _, shape, strides, _, _, *place = like
-    extents = shape[:-1] if columns is None else (*shape[:-1], columns)
-    axes = [*range(len(extents))]
-    if columns is not None:
-        axes[:-1] = memory_order(strides)[0]
-    dtype = np.dtype(dtype)
-    found, step = [0] * len(extents), dtype.itemsize
-    for axis in reversed(axes):
-        found[axis] = step
-        step *= extents[axis]
-    return name, extents, tuple(found), dtype, True, *((0, place[1]) if place else ())
+def address_of(x):
+    """Where an array of NumPy or CuPy starts."""
+    return x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x.data.ptr
 
 
 def on_device_of(x):
@@ -158,17 +168,6 @@ def memory_order(strides):
     axes = range(len(strides) - 1)
     order = sorted(axes, key=lambda axis: (strides[axis] != 0, -abs(strides[axis])))
     return tuple(order), tuple(sorted(axes, key=order.__getitem__))
-
-
-def empty_rows_like(x, columns, dtype):
-    """An uninitialised array `x.shape[:-1] + (columns,)` with rows contiguous, axes ordered as x's.
-
-    The axes before the last keep the order that they have in memory, so that the result for a
-    transposed view is the same view of a contiguous array.
-    """
-    order, back = memory_order(x.strides)
-    dense = np.empty([*(x.shape[axis] for axis in order), columns], dtype)
-    return dense.transpose(*back, x.ndim - 1)
 
 
 def dense_copy(x):

@@ -28,9 +28,11 @@ class Gradients(NamedTuple):
     dk : ndarray (..., Nk, d)
     dv : ndarray (..., Nk, d_v)
         Shapes and memory order of q, k, v; their dtype, or `grad_dtype`.
-    dbias : ndarray or None
+    dbias : ndarray
         Shape of `bias`, summed over the axes along which it was broadcast; its dtype, or
-        `grad_dtype`. None without a bias.
+        `grad_dtype`.
+
+    What `wrt` leaves out is None, and so is dbias without a bias.
 
     Notes
     -----
@@ -161,7 +163,7 @@ def attention(q, k, v, *unnamed, scale=None, causal=False, q_offset=None, window
 
 @exact
 def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, deterministic=False,
-                       grad_dtype=None, dq=None, dk=None, dv=None, **options):
+                       grad_dtype=None, dq=None, dk=None, dv=None, wrt=None, **options):
     """Gradients of `attention` with respect to q, k, v and bias.
 
     Parameters
@@ -186,6 +188,10 @@ def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, determinist
     dq, dk, dv : ndarray, optional
         Buffers of the shapes of q, k, v and of the gradients' dtype, of any strides, apart from all
         inputs; they are returned.
+    wrt : tuple of str, optional
+        The operands whose gradients are wanted, of "q", "k", "v" and "bias", each once; None: of
+        all that there are. What is left out is None in the result and is not computed; what is
+        wanted has the same bits as without `wrt`.
     **options
         Those of the forward call: scale, causal, q_offset, window, mask, bias, softcap,
         alibi_slopes, q_lens, kv_lens, precision.
@@ -193,7 +199,8 @@ def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, determinist
     Returns
     -------
     Gradients
-        (dq, dk, dv, dbias). 0 for rows that see no key and for keys that no row sees.
+        (dq, dk, dv, dbias), None for what is not wanted. 0 for rows that see no key and for keys
+        that no row sees.
 
     Raises
     ------
@@ -217,12 +224,13 @@ def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, determinist
     (8, 100, 64)
     """
     options = _options("attention_backward", unnamed, options)
-    return _gradients(dout, q, k, v, out, lse, options, dlse, deterministic, grad_dtype, dq, dk, dv)
+    return _gradients(dout, q, k, v, out, lse, options, dlse, deterministic, grad_dtype, wrt, dq,
+                      dk, dv)
 
 
 @exact
 def attention_vjp(q, k, v, *unnamed, return_lse=False, deterministic=False, grad_dtype=None,
-                  **options):
+                  wrt=None, **options):
     """`attention` and the function that pulls gradients back through it.
 
     The pullback keeps the arrays themselves, not copies: q, k, v, the returned `out` and `lse`, and
@@ -236,7 +244,7 @@ def attention_vjp(q, k, v, *unnamed, return_lse=False, deterministic=False, grad
         As in `attention`.
     return_lse : bool
         The first result is then ``(out, lse)``, and the pullback takes ``(dout, dlse)``.
-    deterministic, grad_dtype
+    deterministic, grad_dtype, wrt
         As in `attention_backward`.
     **options
         As in `attention`: scale, causal, q_offset, window, mask, bias, softcap, alibi_slopes,
@@ -269,20 +277,21 @@ def attention_vjp(q, k, v, *unnamed, return_lse=False, deterministic=False, grad
     """
     options = _options("attention_vjp", unnamed, options)
     check_flag("return_lse", return_lse)
-    check_pullback(q, k, v, options, deterministic, grad_dtype)
+    check_pullback(q, k, v, options, deterministic, grad_dtype, wrt)
     results = _run("forward", *bind_forward(q, k, v, options))
     out, lse = results["out"], results["lse"]
 
     def pullback(dout, dlse=None):
         """Gradients for dout (..., Nq, d_v) and dlse (..., Nq)."""
-        return _gradients(dout, q, k, v, out, lse, options, dlse, deterministic, grad_dtype)
+        return _gradients(dout, q, k, v, out, lse, options, dlse, deterministic, grad_dtype, wrt)
 
     return ((out, lse) if return_lse else out), pullback
 
 
 @exact
 def explain(q, k, v, *unnamed, return_lse=False, out=None, out_dtype=None, dout=None, lse=None,
-            dlse=None, deterministic=False, grad_dtype=None, dq=None, dk=None, dv=None, **options):
+            dlse=None, deterministic=False, grad_dtype=None, dq=None, dk=None, dv=None, wrt=None,
+            **options):
     """The plans of the forward and the backward pass for these arguments, as text.
 
     It takes the words of the calls that it explains, checks them as these do, and computes nothing.
@@ -294,7 +303,7 @@ def explain(q, k, v, *unnamed, return_lse=False, out=None, out_dtype=None, dout=
     return_lse, out, out_dtype
         As in `attention`. `out` is the buffer there and the argument of the same name in
         `attention_backward`.
-    dout, lse, dlse, deterministic, grad_dtype, dq, dk, dv
+    dout, lse, dlse, deterministic, grad_dtype, dq, dk, dv, wrt
         As in `attention_backward`; without `dout`, `out` or `lse`, arrays as `attention` would
         return them are assumed.
     **options
@@ -326,23 +335,19 @@ def explain(q, k, v, *unnamed, return_lse=False, out=None, out_dtype=None, dout=
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq,
               "dk": dk, "dv": dv}
     problems = describe_both(arrays, options, out_dtype=out_dtype, returns_lse=return_lse,
-                             deterministic=deterministic, grad_dtype=grad_dtype)
+                             deterministic=deterministic, grad_dtype=grad_dtype, wrt=wrt)
     where = device.of(problems[0].gpu)
     plans = map(make_plan, ("forward", "backward"), problems, (where, where))
     return "\n".join(map(str, plans))
 
 
-def _gradients(dout, q, k, v, out, lse, options, dlse, deterministic, grad_dtype, dq=None, dk=None,
-               dv=None):
+def _gradients(dout, q, k, v, out, lse, options, dlse, deterministic, grad_dtype, wrt, dq=None,
+               dk=None, dv=None):
     """`Gradients` for `Options`, in which each word is one."""
     results = _run("backward", *bind_backward(dout, q, k, v, out, lse, options, dlse, deterministic,
-                                              grad_dtype, dq, dk, dv))
-    return Gradients(
-        results["dq"] if dq is None else dq,
-        results["dk"] if dk is None else dk,
-        results["dv"] if dv is None else dv,
-        results.get("dbias"),
-    )
+                                              grad_dtype, dq, dk, dv, wrt))
+    return Gradients(results.get("dq", dq), results.get("dk", dk), results.get("dv", dv),
+                     results.get("dbias"))
 
 
 def _options(function, unnamed, options):
@@ -364,13 +369,12 @@ def _refusal(function, unnamed, given):
     return refusal(function, unnamed, given, known)
 
 
-def _run(direction, problem, arrays, addresses):
+def _run(direction, problem, arrays):
     """The results that the caller gave no buffer for, by name."""
     if _PRINTS_PLANS:
         console.say(str(make_plan(direction, problem, device.of(problem.gpu))))
-    if problem.gpu is None:
-        return _backend("cpu").run(direction, problem, arrays)
-    return _backend("cuda").run(direction, problem, arrays, addresses)
+    backend = _backend("cpu" if problem.gpu is None else "cuda")
+    return backend.run(direction, problem, arrays)
 
 
 @cache

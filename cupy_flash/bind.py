@@ -6,12 +6,22 @@ can be said without looking at an element is said about layouts, by `_problem`, 
 repeated call is recognised by its layouts and numbers, and nothing else of it is looked at again.
 """
 
+from collections import namedtuple
 from functools import lru_cache
-from typing import Any, NamedTuple
+from operator import is_not
 
 import numpy as np
 
-from .arrays import Layout, check_buffer, dense_copy, layouts, on_device_of, result_layout
+from .arrays import (
+    Arrays,
+    Layout,
+    Layouts,
+    address_of,
+    check_buffer,
+    dense_copy,
+    layouts,
+    on_device_of,
+)
 from .checks import (
     check_dtypes,
     check_lens,
@@ -21,29 +31,20 @@ from .checks import (
     check_result_buffer,
     check_results,
     check_shapes,
+    gradients,
 )
 from .intake import take_all
-from .problem import Mask, Problem
-from .scalars import allowed_result, check_flag, numbers, result_dtype
+from .options import ARRAYS, OPTIONS
+from .problem import WRT, Mask, Problem
+from .results import possible
+from .scalars import allowed_result, check_flag, numbers, operand_names, result_dtype
 
 _BUFFERS = ("dq", "dk", "dv")
-_ARRAY_OPTIONS = ("mask", "bias", "alibi_slopes", "q_lens", "kv_lens")
+_NO_ARRAYS = (None,) * len(ARRAYS)      # the beginning of `Options`
 
-
-class Options(NamedTuple):
-    """What may be said beside q, k, v, arrays first; the words of `cupy_flash.attention`."""
-
-    mask: Any = None
-    bias: Any = None
-    alibi_slopes: Any = None
-    q_lens: Any = None
-    kv_lens: Any = None
-    scale: Any = None
-    causal: bool = False
-    q_offset: int | None = None
-    window: tuple | None = None
-    softcap: float | None = None
-    precision: str | None = None
+Options = namedtuple("Options", [option.name for option in OPTIONS],
+                     defaults=[option.default for option in OPTIONS])
+Options.__doc__ = "What may be said beside q, k, v, arrays first; the words of `attention`."
 
 
 def bind_forward(q, k, v, options, out=None, out_dtype=None, returns_lse=True):
@@ -52,10 +53,8 @@ def bind_forward(q, k, v, options, out=None, out_dtype=None, returns_lse=True):
     Returns
     -------
     problem : Problem
-    arrays : dict of str to ndarray
-        By the names that `Operands` has for them; those that the kernels cannot read, copied.
-    addresses : list of int
-        Where those on a GPU lie, in the same order; of NumPy arrays, none.
+    arrays : Arrays
+        Those that the kernels cannot read, copied.
     """
     arrays = {"q": q, "k": k, "v": v}
     if out is not None:
@@ -70,7 +69,7 @@ def describe(q, k, v, options, wanted=("out_dtype", None)):
 
 
 def describe_both(arrays, options, *, out_dtype=None, returns_lse=False, deterministic=False,
-                  grad_dtype=None):
+                  grad_dtype=None, wrt=None):
     """Problems of a forward call and of the backward call after it; nothing is copied.
 
     `arrays` has q, k and v by name, and ``out, dout, lse, dlse, dq, dk, dv``, None where not given.
@@ -79,6 +78,7 @@ def describe_both(arrays, options, *, out_dtype=None, returns_lse=False, determi
     """
     check_flag("return_lse", returns_lse)
     check_flag("deterministic", deterministic)
+    wrt = operand_names(wrt)
     given = {name: x for name, x in arrays.items() if x is not None or name in ("q", "k", "v")}
     taken = _take_all(given, options)
     backwards = ("dout", "lse", "dlse", *_BUFFERS)
@@ -86,26 +86,29 @@ def describe_both(arrays, options, *, out_dtype=None, returns_lse=False, determi
     forward, _ = _describe("forward", ahead, options, ("out_dtype", out_dtype), bool(returns_lse),
                            False)
     _check_buffers(forward, ahead)
-    q, dtype = forward.layouts[0], ahead["q"].dtype if out_dtype is None else forward.out_dtype
-    missing = {"dout": result_layout("dout", q, forward.d_v, dtype),
-               "out": result_layout("out", q, forward.d_v, dtype),
-               "lse": result_layout("lse", q, None, forward.accumulator)}
-    named = missing | {entry[0]: entry for entry in layouts(taken)[0]}
+    results = possible("forward", forward)
+    missing = [results[like].layout(name, forward.gpu)
+               for name, like in (("dout", "out"), ("out", "out"), ("lse", "lse"))]
+    named = {entry[0]: entry for entry in (*missing, *layouts(taken)[0])}
     backward = _problem("backward", tuple(named.values()), numbers(options),
-                        result_dtype("grad_dtype", grad_dtype), False, bool(deterministic))
+                        result_dtype("grad_dtype", grad_dtype), False, bool(deterministic), wrt)
     _check_buffers(backward, taken)
     return forward, backward
 
 
-def check_pullback(q, k, v, options, deterministic, grad_dtype):
+def check_pullback(q, k, v, options, deterministic, grad_dtype, wrt):
     """What a pullback will be called with, looked at before the forward pass is computed."""
     check_flag("deterministic", deterministic)
+    wrt = operand_names(wrt)
     if grad_dtype is not None:
         describe(q, k, v, options, ("grad_dtype", grad_dtype))
+    if wrt is not None:
+        given = {"q", "k", "v", *(name for name in ARRAYS if getattr(options, name) is not None)}
+        gradients(given, wrt)
 
 
 def bind_backward(dout, q, k, v, out, lse, options, dlse=None, deterministic=False, grad_dtype=None,
-                  dq=None, dk=None, dv=None):
+                  dq=None, dk=None, dv=None, wrt=None):
     """What a backward call asks for, and of which arrays; see `bind_forward`."""
     check_flag("deterministic", deterministic)
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
@@ -115,22 +118,21 @@ def bind_backward(dout, q, k, v, out, lse, options, dlse=None, deterministic=Fal
         given = zip(_BUFFERS, (dq, dk, dv), strict=True)
         arrays |= {name: x for name, x in given if x is not None}
     return _bind("backward", arrays, options, ("grad_dtype", grad_dtype), False,
-                 bool(deterministic))
+                 bool(deterministic), operand_names(wrt))
 
 
-def _bind(direction, arrays, options, wanted, returns_lse, deterministic):
+def _bind(direction, arrays, options, wanted, returns_lse, deterministic, wrt=None):
     """Both passes; `wanted` is the argument that names the results' dtype, and its value."""
     arrays = _take_all(arrays, options)
     problem, addresses = _describe(direction, arrays, options, wanted, returns_lse,
-                                   deterministic)
+                                   deterministic, wrt)
     _check_buffers(problem, arrays)
     if problem.copied:
         with on_device_of(arrays["q"]):
-            arrays |= {name: dense_copy(arrays[name]) for name in problem.copied}
-        addresses = layouts(arrays)[1]
-    if problem.has_alibi:
-        arrays = {"slopes" if name == "alibi_slopes" else name: x for name, x in arrays.items()}
-    return problem, arrays, addresses
+            copies = {name: dense_copy(arrays[name]) for name in problem.copied}
+        arrays = arrays | copies
+        addresses |= {name: address_of(x) for name, x in copies.items()}
+    return problem, Arrays(arrays, addresses)
 
 
 def _check_buffers(problem, arrays):
@@ -139,33 +141,30 @@ def _check_buffers(problem, arrays):
         check_buffer(name, arrays[name], {o: x for o, x in arrays.items() if o != name})
 
 
-def _describe(direction, arrays, options, wanted, returns_lse, deterministic):
+def _describe(direction, arrays, options, wanted, returns_lse, deterministic, wrt=None):
     """The problem, made or remembered, and the addresses; lengths in CPU memory are looked at."""
     named, addresses = layouts(arrays)
     problem = _problem(direction, named, numbers(options), result_dtype(*wanted), returns_lse,
-                       deterministic)
-    if problem.has_q_lens:
-        check_lens("q_lens", arrays["q_lens"], problem.Nq)
-    if problem.has_kv_lens:
-        check_lens("kv_lens", arrays["kv_lens"], problem.Nk)
+                       deterministic, wrt)
+    for option in problem.lengths:
+        check_lens(option, arrays[option.name], problem.scores)
     return problem, addresses
 
 
 def _take_all(arrays, options):
     """All arrays of the call by name, as NumPy or CuPy arrays; absent options are left out."""
-    o = options
-    if not o.mask is o.bias is o.alibi_slopes is o.q_lens is o.kv_lens is None:
-        given = zip(_ARRAY_OPTIONS, o, strict=False)
+    if any(map(is_not, _NO_ARRAYS, options)):       # which takes no longer than a loop begins
+        given = zip(ARRAYS, options, strict=False)
         arrays |= {name: x for name, x in given if x is not None}
     return take_all(arrays)
 
 
 @lru_cache(maxsize=4096)
-def _problem(direction, arrays, values, wanted, returns_lse, deterministic):
+def _problem(direction, arrays, values, wanted, returns_lse, deterministic, wrt):
     """The `Problem` of a call, after every check that needs no element."""
     scale, softcap, left, right, q_offset, precision = values
     wanted_name, wanted = wanted
-    named = {name: Layout(*fields) for name, *fields in arrays}
+    named = {name: Layout(name, *fields) for name, *fields in arrays}
     q, k, v = (named[name] for name in "qkv")
     if direction == "backward":
         check_order(named)
@@ -178,11 +177,12 @@ def _problem(direction, arrays, values, wanted, returns_lse, deterministic):
     if q.dtype == np.float32:
         precision = precision or "tf32x3"
     dtype = allowed_result(wanted_name, wanted, q.dtype.name)
-    bias = named.get("bias")
     if direction == "forward":
+        wrt = WRT
         buffers = {"out": (*q.shape[:-1], v.shape[-1])}
     else:
         check_results(named)
+        wrt = gradients(named, wrt)
         buffers = {name: named[name[1]].shape for name in _BUFFERS}
     buffers = {name: shape for name, shape in buffers.items() if name in named}
     for name, shape in buffers.items():
@@ -193,19 +193,7 @@ def _problem(direction, arrays, values, wanted, returns_lse, deterministic):
         batch=batch, heads_q=heads_q, heads_k=heads_k, Nq=q.shape[-2], Nk=k.shape[-2],
         d=q.shape[-1], d_v=v.shape[-1], dtype=q.dtype.name, out_dtype=dtype.name,
         precision=precision, scale=q.shape[-1]**-0.5 if scale is None else scale, softcap=softcap,
-        mask=Mask(left, right, q_offset),
-        bias_shape=None if bias is None else (1,) * (4 - bias.ndim) + bias.shape,
-        dbias_dtype=None if bias is None else (bias.dtype if wanted is None else dtype).name,
-        copied=tuple(name for name in _dense_operands(direction)
-                     if name in named and not named[name].dense),
-        buffers=tuple(buffers), unaligned=tuple(name for name, x in named.items() if x.offset),
-        gpu=q.gpu, has_alibi="alibi_slopes" in named, returns_lse=returns_lse,
-        deterministic=deterministic, layouts=arrays, **{
-            f"has_{name}": name in named for name in ("mask", "q_lens", "kv_lens", "dlse")},
+        mask=Mask(left, right, q_offset), returns_lse=returns_lse, deterministic=deterministic,
+        grad_dtype=dtype.name if direction == "backward" and wanted is not None else None,
+        wrt=wrt, layouts=Layouts(named.values()),
     )
-
-
-def _dense_operands(direction):
-    """Operands whose rows the kernels read as they lie."""
-    gradients = () if direction == "forward" else ("dout", "out")
-    return "q", "k", "v", *gradients, "q_lens", "kv_lens"

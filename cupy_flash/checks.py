@@ -8,11 +8,12 @@ from math import prod
 
 import numpy as np
 
-from .problem import accumulator_of
+from .options import ARRAYS, DTYPES, shape_of
+from .problem import GRADIENT_OF, accumulator_of
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM, MAX_GPU_ROWS = 256, 2**30 - 1
 LAYOUT = "(N, d), (H, N, d) or (B, H, N, d)"
+_AXES = {"b": "batch", "h": "heads", "q": "Nq", "k": "Nk"}
 _ORDER = "attention_backward(dout, q, k, v, out, lse): the first argument is dout"
 
 
@@ -162,41 +163,42 @@ def _swapped(shape, first, second):
     return tuple(shape)
 
 
-def check_options(named, full, heads_k):
-    """Mask, bias, slopes and lengths beside scores of shape `full`."""
-    batch, heads_q = full[:2]
-    if "mask" in named:
-        check_dtype("mask", named["mask"].dtype, ("bool",))
-    if "bias" in named:
-        check_dtype("bias", named["bias"].dtype, DTYPES)
-    for name in ("mask", "bias"):
-        if name in named and not _broadcasts(named[name].shape, full):
-            shape = named[name].shape
-            step = _broadcast_step(name, shape, full, heads_k)
-            raise ValueError(f"`{name}` has shape {shape}, expected one that broadcasts to (batch, "
-                             f"heads, Nq, Nk) = {full}: {step}")
-    slopes = named.get("alibi_slopes")
-    if slopes is not None:
-        check_dtype("alibi_slopes", slopes.dtype, ("float32", "float64"))
-        if slopes.shape not in ((heads_q,), (batch, heads_q)):
-            step = "one slope for all heads is `np.full(Hq, slope, np.float32)`"
-            if slopes.shape == (heads_k,):
-                step = f"pass `np.repeat(alibi_slopes, {heads_q // heads_k})`"
-            elif prod(slopes.shape) in (heads_q, batch * heads_q):
-                step = "reshape it"
-            raise ValueError(f"`alibi_slopes` has shape {slopes.shape}, expected ({heads_q},) or "
-                             f"({batch}, {heads_q}), one per query head, or per batch entry and "
-                             f"head: {step}")
-    for name in ("q_lens", "kv_lens"):
-        if name in named:
-            check_dtype(name, named[name].dtype, ("int32",))
-            shape = named[name].shape
-            if shape != (batch,):
-                step = "pass `np.int32([...])`"
-                if shape == (batch + 1,):
-                    step = f"of cumulative lengths pass `np.diff({name})`, and the sequences padded"
-                raise ValueError(f"`{name}` has shape {shape}, expected ({batch},), one per batch "
-                                 f"entry: {step}")
+def check_options(named, scores, heads_k):
+    """The arrays of options beside scores of this shape."""
+    for option in ARRAYS.values():
+        if option.name in named:
+            x = named[option.name]
+            check_dtype(option.name, x.dtype, option.dtypes)
+            if option.forms:
+                _check_form(option, x.shape, scores, heads_k)
+            else:
+                _check_broadcast(option, x.shape, scores, heads_k)
+
+
+def _check_broadcast(option, shape, scores, heads_k):
+    """A shape that broadcasts to the axes of an option."""
+    full = shape_of(option.axes, scores)
+    if not _broadcasts(shape, full):
+        axes = ", ".join(_AXES[axis] for axis in option.axes)
+        raise ValueError(f"`{option.name}` has shape {shape}, expected one that broadcasts to "
+                         f"({axes}) = {full}: {_broadcast_step(option.name, shape, full, heads_k)}")
+
+
+def _check_form(option, shape, scores, heads_k):
+    """A shape that is one of the forms of an option."""
+    wanted = [shape_of(form, scores) for form in option.forms]
+    if shape in wanted:
+        return
+    batch, heads_q = scores[:2]
+    step = option.step
+    if "h" in option.forms and shape == (heads_k,):
+        step = f"pass `np.repeat({option.name}, {heads_q // heads_k})`"
+    elif option.counts and shape == (batch + 1,):
+        step = f"of cumulative lengths pass `np.diff({option.name})`, and the sequences padded"
+    elif prod(shape) in map(prod, wanted):
+        step = "reshape it"
+    raise ValueError(f"`{option.name}` has shape {shape}, expected {_listed([*map(str, wanted)])}, "
+                     f"{option.each}: {step}")
 
 
 def _broadcasts(shape, full):
@@ -263,6 +265,24 @@ def check_order(named):
                          f"round (q {q}, k {k}): the order is {_ORDER}")
 
 
+def gradients(named, wrt):
+    """The gradients that are asked for: of all operands that there are, or of those in `wrt`."""
+    if wrt is not None:
+        for name in wrt:
+            if name not in named:
+                rest = tuple(other for other in wrt if other in named)
+                step = f"pass `{rest}`" if rest else f"pass `{name}=` as well"
+                raise ValueError(f"`wrt` has {name!r}, but the call has no `{name}`, expected "
+                                 f"names of operands that are given: {step}")
+        for name in GRADIENT_OF:
+            buffer = GRADIENT_OF[name]
+            if buffer in named and name not in wrt:
+                raise ValueError(f"`{buffer}` is given, but `wrt` is {wrt}, expected buffers for "
+                                 f"what is wanted alone: leave it out, or add {name!r} to `wrt`")
+    return tuple(gradient for name, gradient in GRADIENT_OF.items()
+                 if name in named and (wrt is None or name in wrt))
+
+
 def check_result_buffer(name, x, shape, dtype):
     """A buffer of the shape and dtype of its result."""
     element = f"{'ml_dtypes' if dtype.name == 'bfloat16' else 'np'}.{dtype}"
@@ -295,12 +315,13 @@ def check_place(name, x, q):
                          f"{x.dtype.itemsize}-byte elements: pass `{name}.copy()`")
 
 
-def check_lens(name, lens, extent):
+def check_lens(option, lens, scores):
     """Lengths in CPU memory; on a GPU they are not read: the kernels clamp them."""
     if isinstance(lens, np.ndarray):
+        (extent,) = shape_of(option.counts, scores)
         outside = np.flatnonzero((lens < 0) | (lens > extent))
         if outside.size:
-            b, padded = int(outside[0]), "q" if name == "q_lens" else "k"
-            raise ValueError(f"`{name}`[{b}] is {int(lens[b])}, expected 0 to {extent}, the rows "
-                             f"of the padded `{padded}`: pad it to the longest, or `np.clip` the "
-                             "lengths")
+            b = int(outside[0])
+            raise ValueError(f"`{option.name}`[{b}] is {int(lens[b])}, expected 0 to {extent}, the "
+                             f"rows of the padded `{option.counts}`: pad it to the longest, or "
+                             "`np.clip` the lengths")

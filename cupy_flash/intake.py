@@ -6,6 +6,7 @@ from inspect import getattr_static
 import numpy as np
 
 from . import device
+from .options import ARRAYS
 from .words import kind_of
 
 _CPU_DEVICES = (1, 3)       # DLPack: kDLCPU and kDLCUDAHost (pinned host memory)
@@ -217,10 +218,12 @@ def instead(name, x):
         return "while JAX traces there are no elements; call from `jax.pure_callback`"
     if name == "lse" and x is None:
         return "`attention(..., return_lse=True)` returns it"
-    if name in ("q_lens", "kv_lens"):
-        return "pass `np.int32([...])`, one length per batch entry"
+    option = ARRAYS.get(name)
+    if option and option.counts:
+        return f"{option.step}, {option.each}"
     if isinstance(x, (list, tuple, bool, int, float)):
-        return f"pass `np.array({name}, {'bool' if name == 'mask' else 'np.float32'})`"
+        boolean = option and option.dtypes == ("bool",)
+        return f"pass `np.array({name}, {'bool' if boolean else 'np.float32'})`"
     for method in ("to_numpy", "toarray"):      # pandas, polars, xarray; sparse matrices
         if hasattr(type(x), method):
             return f"pass `{name}.{method}()`"

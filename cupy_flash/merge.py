@@ -8,8 +8,9 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from .checks import DTYPES, check_dtype
+from .checks import check_dtype
 from .intake import instead, library, no_array
+from .options import DTYPES
 from .words import kind_of
 
 _CALL = "merge([out1, out2], [lse1, lse2])"

@@ -1,9 +1,15 @@
 """What is asked, without the arrays: a frozen, hashable description that plans are made from."""
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections import namedtuple
+from dataclasses import dataclass, field
 
+from .arrays import Layouts
+from .options import ARRAYS, GRADIENTS, NUMBERS, OPTIONS, Option
+
+# Every gradient, by what it is called in `wrt`.
+GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv",
+               **{option.name: name for name, option in GRADIENTS.items()}}
+WRT = tuple(GRADIENT_OF.values())
 UNLIMITED = 2**40       # a window side without a bound; also the largest |q_offset|
 
 
@@ -45,27 +51,30 @@ class Problem:
         Factor of the scores; bound of the scores, 0 for none.
     mask : Mask
         Visibility by position.
-    bias_shape : tuple of int or None
-        Shape of the bias as four axes, 1 where it is broadcast.
-    dbias_dtype : str or None
-        Name of the element type of dbias.
-    has_mask, has_alibi, has_q_lens, has_kv_lens, has_dlse : bool
-        Which optional arrays are given.
+    grad_dtype : str or None
+        Name of the element type of all gradients; None: each has that of its operand.
     returns_lse : bool
         Forward: whether the log-sum-exp is a result.
     deterministic : bool
         Backward: the same bits in every run.
+    wrt : tuple of str
+        Backward: the gradients that are asked for, as the kernels name them.
+    layouts : Layouts
+        Of each array of the call, by the names of the public functions: calls with the same problem
+        differ in nothing but elements and addresses, and in these by multiples of 16.
+
+    What follows from the layouts alone is found when a problem is made:
+
+    gpu : int or None
+        The GPU on which the arrays are; None if they are in CPU memory.
     copied : tuple of str
-        Inputs whose last axis had no unit stride: the kernels read a copy of them.
+        Inputs that kernels read as dense and that are not: they read a copy.
     buffers : tuple of str
         Results for which the caller gave the memory.
     unaligned : tuple of str
-        Arrays on a GPU that do not begin on a border of 16 bytes.
-    gpu : int or None
-        The GPU on which the arrays are; None if they are in CPU memory.
-    layouts : tuple
-        Name and fields of the `Layout` of each array of the call: calls with the same problem
-        differ in nothing but elements and addresses, and in these by multiples of 16.
+        Arrays on a GPU whose address is no multiple of 16 bytes.
+    lengths : tuple of Option
+        Those of the options that are lengths.
     """
 
     batch: int
@@ -81,25 +90,37 @@ class Problem:
     scale: float
     softcap: float
     mask: Mask
-    bias_shape: tuple[int, int, int, int] | None = None
-    dbias_dtype: str | None = None
-    has_mask: bool = False
-    has_alibi: bool = False
-    has_q_lens: bool = False
-    has_kv_lens: bool = False
-    has_dlse: bool = False
+    grad_dtype: str | None = None
     returns_lse: bool = True
     deterministic: bool = False
-    copied: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
-    unaligned: tuple[str, ...] = ()
-    gpu: int | None = None
-    layouts: tuple = ()
+    wrt: tuple[str, ...] = WRT
+    layouts: Layouts = field(default_factory=Layouts)
+    gpu: int | None = field(init=False)
+    copied: tuple[str, ...] = field(init=False)
+    buffers: tuple[str, ...] = field(init=False)
+    unaligned: tuple[str, ...] = field(init=False)
+    lengths: tuple[Option, ...] = field(init=False)
 
-    @cached_property
-    def axes(self):
-        """How many axes each array of the call has, by its name."""
-        return {name: len(shape) for name, shape, *_ in self.layouts}
+    def __post_init__(self):
+        x = self.layouts
+        backward = "dout" in x
+        options = [option for name, option in ARRAYS.items() if name in x]
+        dense = ["q", "k", "v", *(("dout", "out") if backward else ()),
+                 *(option.name for option in options if option.dense)]
+        results = ("dq", "dk", "dv") if backward else ("out",)
+        for name, value in {
+            "gpu": x["q"].gpu if "q" in x else None,
+            "copied": tuple(name for name in dense if name in x and not x[name].dense),
+            "buffers": tuple(name for name in results if name in x),
+            "unaligned": tuple(one.name for one in x if one.offset),
+            "lengths": tuple(option for option in options if option.counts),
+        }.items():
+            object.__setattr__(self, name, value)       # frozen for everyone else
+
+    @property
+    def scores(self):
+        """Extents of the matrices of scores: batch, query heads, queries, keys."""
+        return self.batch, self.heads_q, self.Nq, self.Nk
 
     @property
     def group(self):
@@ -107,14 +128,59 @@ class Problem:
         return self.heads_q // self.heads_k if self.heads_k else 1
 
     @property
+    def has_mask(self):
+        """Whether an array says which keys may be seen."""
+        return "mask" in self.layouts
+
+    @property
+    def has_alibi(self):
+        """Whether scores fall with the distance."""
+        return "alibi_slopes" in self.layouts
+
+    @property
+    def bias_shape(self):
+        """Shape of the bias as four axes, 1 where it is broadcast; None without one."""
+        if "bias" not in self.layouts:
+            return None
+        shape = self.layouts["bias"].shape
+        return (1,) * (4 - len(shape)) + shape
+
+    @property
+    def wants_dbias(self):
+        """Whether a gradient of the bias is asked for that has elements."""
+        return "dbias" in self.wrt and bool(self.bias_shape) and 0 not in self.bias_shape
+
+    @property
+    def dbias_dtype(self):
+        """Name of the element type of dbias; None without a bias."""
+        return self.gradient_dtype("dbias") if "bias" in self.layouts else None
+
+    @property
     def has_features(self):
         """Whether scores are more than scale * q.k, beside the range of visible keys."""
-        return self.has_mask or self.has_alibi or bool(self.bias_shape) or self.softcap != 0
+        return (any(ARRAYS[x.name].changes_scores for x in self.layouts if x.name in ARRAYS)
+                or any(getattr(self, name) for name in _SCORES))
+
+    def compiled(self, direction, scores):
+        """Names of the options that CUDA kernels of a pass are compiled for.
+
+        Those that change scores, for kernels that compute scores, or those that do not.
+        """
+        return tuple(option.text for option in OPTIONS
+                     if direction in option.compiled and option.changes_scores == scores
+                     and (option.name in self.layouts if option.axes
+                          else getattr(self, option.name)))
 
     @property
     def accumulator(self):
         """Name of the type of statistics, sums and `lse`."""
         return accumulator_of(self.dtype)
+
+    def gradient_dtype(self, name):
+        """Name of the element type of a gradient, which is named as the kernels do."""
+        if name in GRADIENTS:
+            return self.grad_dtype or self.layouts[GRADIENTS[name].name].dtype.name
+        return self.out_dtype
 
     def __str__(self):
         heads = f"{self.heads_q}" if self.group == 1 else f"{self.heads_q}:{self.heads_k}"
@@ -123,38 +189,31 @@ class Problem:
                 f"{self.dtype}")
         if self.precision:
             text += f" ({self.precision})"
-        names = ("has_mask", "has_alibi", "has_q_lens", "has_kv_lens", "has_dlse")
-        options = [name[4:] for name in names if getattr(self, name)]
-        options += ["bias"] if self.bias_shape else []
-        options += [f"softcap {self.softcap:g}"] if self.softcap else []
+        options = [option.text for name, option in ARRAYS.items() if name in self.layouts]
+        options += ["dlse"] if "dlse" in self.layouts else []
+        options += [f"{NUMBERS[name].text} {getattr(self, name):g}" for name in _SCORES
+                    if getattr(self, name)]
         options += [f"left {self.mask.left}"] if self.mask.left < UNLIMITED else []
         options += [f"right {self.mask.right}"] if self.mask.right < UNLIMITED else []
+        left_out = [name for name, gradient in GRADIENT_OF.items()
+                    if name in self.layouts and gradient not in self.wrt]
+        options += [f"no gradient of {' '.join(left_out)}"] if left_out else []
         return text + (f", {', '.join(options)}" if options else "")
 
 
-class Operands(NamedTuple):
-    """The arrays of a call with the axes that kernels know, None where absent.
+# Numbers that change scores; 0 is off.
+_SCORES = tuple(name for name, option in NUMBERS.items() if option.changes_scores)
 
-    They have four axes ``(batch, head, row, column)``, `lse` and `dlse` three, `slopes` two:
-    ``(batch, heads_q)``, lengths one: ``(batch,)``.
-    """
+Operands = namedtuple(
+    "Operands",
+    ["q", "k", "v", *(option.kernel for option in ARRAYS.values()), "out", "lse", "dout", "dlse",
+     "dq", "dk", "dv", *GRADIENTS],
+    defaults=[None] * (len(ARRAYS) + 7 + len(GRADIENTS)))
+Operands.__doc__ = """The arrays of a call with the axes that kernels know, None where absent.
 
-    q: Any
-    k: Any
-    v: Any
-    mask: Any = None
-    bias: Any = None
-    slopes: Any = None
-    q_lens: Any = None
-    kv_lens: Any = None
-    out: Any = None
-    lse: Any = None
-    dout: Any = None
-    dlse: Any = None
-    dq: Any = None
-    dk: Any = None
-    dv: Any = None
-    dbias: Any = None
+They have four axes ``(batch, head, row, column)``, `lse` and `dlse` three, arrays of options and
+their gradients those of the table in `options`.
+"""
 
 
 def accumulator_of(dtype):

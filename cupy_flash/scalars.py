@@ -6,7 +6,7 @@ import operator
 import numpy as np
 
 from .intake import is_on_gpu, is_traced, library
-from .problem import UNLIMITED, accumulator_of
+from .problem import GRADIENT_OF, UNLIMITED, accumulator_of
 from .words import described, kind_of, shown
 
 _PRECISIONS = ("tf32x3", "tf32")
@@ -106,6 +106,33 @@ def check_flag(name, value):
     else:
         next_step = f"pass `bool({name})`" if value is not None else f"leave `{name}` out for False"
     raise TypeError(f"`{name}` is {described(value)}, expected a bool: {next_step}")
+
+
+def operand_names(wrt):
+    """The names of operands in `wrt`, each one that there is and once; None: of all."""
+    if wrt is None:
+        return None
+    names = f"{', '.join(GRADIENT_OF)}"
+    if not isinstance(wrt, (tuple, list)):
+        step = '`("q", "k")`, or leave it out for all'
+        if isinstance(wrt, str) and wrt in GRADIENT_OF:
+            step = f'`("{wrt}",)`'
+        raise TypeError(f"`wrt` is {described(wrt)}, expected a tuple of names ({names}): pass "
+                        f"{step}")
+    for name in wrt:
+        if not isinstance(name, str) or name not in GRADIENT_OF:
+            kind = ValueError if isinstance(name, str) else TypeError
+            operand = {gradient: name for name, gradient in GRADIENT_OF.items()}.get(
+                name if isinstance(name, str) else "", "q")
+            raise kind(f"`wrt` has {shown(name)}, expected names of operands ({names}): as in "
+                       f'`wrt=("{operand}",)`')
+    if not wrt:
+        raise ValueError(f"`wrt` is {wrt}, expected one name or more ({names}): leave it out for "
+                         "the gradients of all")
+    if len({*wrt}) < len(wrt):
+        raise ValueError(f"`wrt` is {wrt}, expected each name once: pass "
+                         "`tuple(dict.fromkeys(wrt))`")
+    return tuple(wrt)
 
 
 def _positions(options):

@@ -6,10 +6,13 @@ its dtype, for example `gqa-causal-113x203-d64-bfloat16`.
 """
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from cupy_flash.options import ARRAYS
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -33,6 +36,7 @@ class Case:
 
     `mask` names a shape of `MASKS`; `bias` spells the axes it keeps, `1` for a broadcast one
     (`"1h1k"` is (1, Hq, 1, Nk), `"qk"` is (Nq, Nk)); `alibi` likewise is `"h"` or `"bh"`.
+    `arrays` has random arrays of options, each the name of one and the axes that it keeps.
     `data` names a generator of `inputs`. Everything else has the meaning and the default of the
     public option of that name.
     """
@@ -60,6 +64,7 @@ class Case:
     q_lens: tuple | None = None
     kv_lens: tuple | None = None
     precision: str | None = None
+    arrays: tuple = ()
     data: str = "normal"
     seed: int = 0
 
@@ -121,7 +126,38 @@ def _options(case, rng):
     for name in ("q_lens", "kv_lens"):
         if getattr(case, name) is not None:
             options[name] = np.array(getattr(case, name), np.int32)
+    options |= {name: random_array(ARRAYS[name], axes, rng, case) for name, axes in case.arrays}
     return {name: value for name, value in options.items() if value is not None}
+
+
+def random_array(option, axes, rng, case):
+    """An array for an option that keeps these axes, of any density, size and dtype.
+
+    It is no wider than q where the option allows that: wide gradients of narrow inputs have tests
+    of their own, with a wide `out`.
+    """
+    shape = _kept(case, axes)
+    if option.counts:
+        return rng.integers(0, {"q": case.Nq, "k": case.Nk}[option.counts] + 1, shape, np.int32)
+    if option.dtypes == ("bool",):
+        return rng.random(shape) < rng.choice((0.05, 0.5, 0.95))
+    dtypes = [DTYPES[name] for name in option.dtypes]
+    narrow = [dtype for dtype in dtypes if dtype.itemsize <= DTYPES[case.dtype].itemsize]
+    x = rng.standard_normal(shape)
+    if option.name == "alibi_slopes":       # they are multiplied by distances
+        x = 2.0 ** -rng.uniform(1, 8, shape)
+    if option.name == "bias" and rng.random() < 0.5:
+        x[rng.random(shape) < 0.3] = -np.inf
+    return x.astype((narrow or dtypes)[rng.integers(len(narrow or dtypes))])
+
+
+def forms(option, ndim):
+    """Axes that an array for an option may keep beside arrays of `ndim` axes."""
+    if option.forms:
+        return option.forms
+    full = option.axes[4 - ndim:]
+    return tuple("".join(axes) for first in range(len(full))
+                 for axes in product(*((axis, "1") for axis in full[first:])))
 
 
 def _kept(case, axes):

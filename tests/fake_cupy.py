@@ -57,6 +57,6 @@ def pretended_gpu(monkeypatch, gpu=H200):
     monkeypatch.setattr(device, "gpu", lambda number: gpu)
     monkeypatch.setattr(compiled, "_functions", {})
     monkeypatch.setattr(compiled, "_function", function)
-    launch._kept.clear()
+    launch.prepared.clear()
     yield records
-    launch._kept.clear()
+    launch.prepared.clear()

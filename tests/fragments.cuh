@@ -4,7 +4,7 @@
 // 0: A and B along k; 1: A and B from tiles [k, ...]; 2: (I A) B with I A from an accumulator.
 #pragma once
 
-#include "mma/copy.cuh"
+#include "sm80/copy.cuh"
 
 namespace cf {
 

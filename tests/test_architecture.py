@@ -20,10 +20,11 @@ LAYERS = (
     ("plan",),
     ("bind",),
     ("merge",),
-    ("checks", "scalars", "axes"),
+    ("checks", "scalars", "axes", "results"),
     ("intake",),
-    ("arrays", "console", "problem", "device", "words", "reference", "_version"),
-    ("dlpack", "processors"),
+    ("problem",),
+    ("arrays", "console", "device", "words", "reference", "_version"),
+    ("dlpack", "options", "processors"),
 )
 LEVEL = {part: len(LAYERS) - i for i, parts in enumerate(LAYERS) for part in parts}
 # Where the heavy packages may be imported: folders and files of the package.
@@ -33,6 +34,20 @@ CONFINED = {"numba": ("backends/cpu",), "llvmlite": ("backends/cpu",), "cupy": _
 # What else the package may import beside NumPy and the standard library. Each belongs to an extra
 # and is imported only where it is needed.
 OPTIONAL = {"ml_dtypes", "matplotlib", "sklearn", "threadpoolctl"}
+
+# The same for the CUDA sources, files and folders: an include goes down, or stays in its folder. So
+# the families of kernels never include each other, and what attention means knows none of them.
+CUDA_LAYERS = (
+    ("wmma", "sm80", "sm90", "rows"),
+    ("attention",),
+    ("view",),
+    ("memory.cuh",),
+    ("convert.cuh",),
+    ("ptx", "params.cuh"),
+    ("ptx.cuh",),
+    ("base.cuh",),
+)
+CUDA_LEVEL = {part: len(CUDA_LAYERS) - i for i, parts in enumerate(CUDA_LAYERS) for part in parts}
 
 MAX_FILE, MAX_BODY = 400, 60
 FOLDERS = ("cupy_flash", "cuda_src", "tests", "bench", "docs", "examples", ".ci")
@@ -142,6 +157,30 @@ def test_two_slashes_are_a_comment():
     assert [f"{name_of(path)}:{i}" for path in files(".cuh", ".cu")
             for i, line in enumerate(path.read_text().splitlines(), 1)
             if re.search(r'"[^"]*//.*"', line.partition(" // ")[0])] == []
+
+
+def cuda_includes():
+    """(file, included file) of each include between the CUDA sources, as paths in their folder."""
+    root = ROOT / "cuda_src"
+    for path in sorted(root.rglob("*.cuh")):
+        for target in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+            yield path.relative_to(root), (path.parent / target).resolve().relative_to(root)
+
+
+def test_cuda_includes_go_down():
+    parts = {path.parts[0] for path, _ in cuda_includes()} | {"base.cuh"}
+    assert parts == set(CUDA_LEVEL)
+    wrong = [f"{path.as_posix()} includes {target.as_posix()}" for path, target in cuda_includes()
+             if path.parts[0] != target.parts[0]
+             and CUDA_LEVEL[path.parts[0]] <= CUDA_LEVEL[target.parts[0]]]
+    assert wrong == []
+
+
+def test_what_attention_means_knows_no_instruction():
+    for folder in ("attention", "view"):
+        for path in sorted((ROOT / "cuda_src" / folder).glob("*.cuh")):
+            text = re.sub("//.*", "", path.read_text())
+            assert "asm" not in text and "ptx/" not in text, path
 
 
 def test_lines_are_short():

@@ -196,6 +196,18 @@ BAD_BACKWARD = {
     "dk-shape": ({"dk": zeros(2, 4, 9, 8)}, ValueError, "dk", ["(2, 4, 9, 8)", "(2, 2, 9, 8)"]),
     "dv-shape": ({"dv": zeros(2, 2, 9, 8)}, ValueError, "dv", ["(2, 2, 9, 8)", "(2, 2, 9, 5)"]),
     "dq-list": ({"dq": []}, TypeError, "dq", ["list"]),
+    "wrt-string": ({"wrt": "q"}, TypeError, "wrt", ["q", "str", "tuple"]),
+    "wrt-word": ({"wrt": "all"}, TypeError, "wrt", ["all", "str", "tuple"]),
+    "wrt-set": ({"wrt": {"q"}}, TypeError, "wrt", ["set", "tuple"]),
+    "wrt-flag": ({"wrt": True}, TypeError, "wrt", ["True", "bool", "tuple"]),
+    "wrt-arrays": ({"wrt": (zeros(2, 4, 7, 8),)}, TypeError, "wrt", ["(2, 4, 7, 8)", "names"]),
+    "wrt-empty": ({"wrt": ()}, ValueError, "wrt", ["()", "one name or more"]),
+    "wrt-gradient": ({"wrt": ("dq",)}, ValueError, "wrt", ["dq", 'wrt=("q",)']),
+    "wrt-twice": ({"wrt": ("q", "k", "q")}, ValueError, "wrt", ["once"]),
+    "wrt-no-bias": ({"wrt": ("q", "bias")}, ValueError, "wrt", ["bias", "('q',)"]),
+    "wrt-no-bias-alone": ({"wrt": ("bias",)}, ValueError, "wrt", ["bias="]),
+    "dk-not-wanted": ({"dk": zeros(2, 2, 9, 8), "wrt": ("q",)}, ValueError, "dk",
+                      ["wrt", "('q',)", "add 'k'"]),
 }
 
 

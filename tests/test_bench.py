@@ -139,7 +139,7 @@ def test_ratios_compare_times_of_the_same_round():
     assert (failed["ours"], failed["peers"], failed["ratio"]) == (None, {}, None)
 
 
-KERNELS = ["delta_bfloat16_d64", "forward_registers_bfloat16_d64_128x64"]
+KERNELS = ["delta_bfloat16_d64", "forward_sm80_bfloat16_d64_128x64"]
 
 
 def entry(one, times=TIMES, sources=None, gpu="GPU A", **fields):
@@ -184,13 +184,13 @@ def test_only_its_own_sources_make_a_line_stale(monkeypatch, tmp_path):
     shutil.copytree(source.folder(), tmp_path / "cuda_src")
     functions = source.folder, source.names, source.included, source.digest
     monkeypatch.setattr(source, "folder", lambda: tmp_path / "cuda_src")
-    portable, hopper = entry(cell()), entry(cell(), kernels=["hopper_forward_bfloat16_d64"])
+    portable, hopper = entry(cell()), entry(cell(), kernels=["forward_sm90_bfloat16_d64"])
     hopper["sources"] = sources_of(hopper["kernels"])
     lines = (portable, hopper)
     assert [*map(stale, lines)] == [False, False]
     try:
-        for edited, found in (("hopper/store.cuh", [False, True]),
-                              ("mma/online.cuh", [True, True]), ("base.cuh", [True, True])):
+        for edited, found in (("sm90/store.cuh", [False, True]),
+                              ("sm80/online.cuh", [True, True]), ("base.cuh", [True, True])):
             with (tmp_path / "cuda_src" / edited).open("a") as file:
                 file.write("static_assert(true);  // edited\n")
             for function in functions[1:]:

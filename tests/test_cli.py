@@ -178,7 +178,7 @@ def test_selftest_compares_a_gpu_with_the_cpu(monkeypatch, capsys):
     gpu = PretendedGpu()
     monkeypatch.setattr(devices, "cuda_devices", lambda: ([gpu], None))
     assert main(["selftest"]) == 0
-    assert gpu.arrays_seen > 100 and "0: Imaginary 1: 48 of 48 right" in capsys.readouterr().out
+    assert gpu.arrays_seen > 100 and "0: Imaginary 1: 56 of 56 right" in capsys.readouterr().out
     gpu.error = 0.5
     assert main(["selftest"]) == 1
     assert "out beside the CPU's is off by 5.0e-01" in capsys.readouterr().out

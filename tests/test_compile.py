@@ -6,7 +6,7 @@ import nvrtc
 import pytest
 import units
 
-from cupy_flash.plan.cuda_tiles import KERNELS
+from cupy_flash.plan.cuda_wmma import KERNELS
 
 MORE_REGISTERS = 8
 MOST_SPILLED = 448          # bytes; paid outside the innermost loops, most by 3xTF32 with features
@@ -70,7 +70,7 @@ def test_the_sample_has_every_row_and_every_architecture():
              for tile in rows}
     names = [one.name for one in sample]
     assert all(any(tile in name for name in names) for tile in tiles)
-    assert any(name.endswith("_features") for name in names)
+    assert any("_mask_bias_alibi_softcap" in name for name in names)
 
 
 def test_the_table_is_up_to_date(table):
@@ -97,10 +97,10 @@ def test_a_wrong_size_does_not_compile():
 def test_products_of_the_general_kernels(kind):
     """The tier is what its name says, but for TF32: see cuda_src/ptx/mma.cuh."""
     one = next(u for u in units.all_units(90).values()
-               if u.entry == "forward" and f"_{kind}_" in u.name)
+               if u.entry == "forward_wmma" and f"_{kind}_" in u.name)
     ptx = nvrtc.ptx(one.text, 90)
     if kind.startswith("tf32"):
-        assert "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32" in ptx and "wmma" not in ptx
+        assert "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32" in ptx and "wmma.mma" not in ptx
     else:
         types = {"float16": ".f32.f32", "bfloat16": ".bf16.bf16", "float64": ".f64.f64"}[kind]
         assert "wmma.mma.sync" in ptx and types in ptx

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from operator import ne
 from types import SimpleNamespace
 
@@ -38,14 +39,14 @@ def test_structs_are_laid_out_as_a_compiler_does():
     assert places["Tensor"] == dict(zip(("address", "b", "h", "n", "c", "kind"),
                                         range(0, 48, 8), strict=True))
     assert places["ForwardParams"]["l_partial"] == found["ForwardParams"].itemsize - 8
-    hopper, behind = places["HopperForwardParams"], found["ForwardParams"].itemsize
+    hopper, behind = places["ForwardSm90Params"], found["ForwardParams"].itemsize
     assert hopper["pack"] == behind and hopper["most"] == behind + 28
-    for name in ("HopperForwardParams", "HopperBackwardParams"):
+    for name in ("ForwardSm90Params", "BackwardSm90Params"):
         maps = [place for field, place in places[name].items() if field.endswith("_map")]
         assert maps[0] % 64 == 0 and maps == [*range(maps[0], found[name].itemsize, 128)]
-        base = found[name.removeprefix("Hopper")]
+        base = found[name.replace("Sm90", "")]
         assert {field: places[name][field] for field in base.names} == places[
-            name.removeprefix("Hopper")]
+            name.replace("Sm90", "")]
 
 
 def test_the_unit_is_names_and_numbers():
@@ -54,9 +55,9 @@ def test_the_unit_is_names_and_numbers():
         for one in make_plan(direction, problem, H200).launches:
             name, text = unit(one.entry, one.config, one.smem_bytes)
             header = kernel_of(one.entry).header
-            assert text.startswith(f"// sources sha256: {source.digest('base.cuh', header)}\n")
+            assert text.startswith(f"// sources sha256: {source.digest(header)}\n")
             assert f'#include "{header}"' in text and text.count(f"{name}(") == 1
-            assert headers_of([name]) == ("base.cuh", header)
+            assert headers_of([name]) == (header,)
             assert (source.folder() / header).is_file()
             assert f"smem_bytes == {one.smem_bytes}," in text and "tf32x3" in name
             assert "d = 48, d_v = 48" in text or "backward" in one.entry or one.entry == "combine"
@@ -78,13 +79,13 @@ def test_the_kept_struct_is_the_packed_one(case, launches):
     for _ in range(2):
         y = move(inputs(case))
         out, lse = cf.attention(y.q, y.k, y.v, return_lse=True, **y.options)
-        problem, arrays, _ = bind_forward(y.q, y.k, y.v, Options(**y.options))
-        check(launches, "forward", problem, arrays | {"out": out, "lse": lse})
+        problem, arrays = bind_forward(y.q, y.k, y.v, Options(**y.options))
+        check(launches, "forward", problem, arrays.named | {"out": out, "lse": lse})
         g = cf.attention_backward(y.dout, y.q, y.k, y.v, out, lse, dlse=y.dlse, **y.options)
-        problem, arrays, _ = bind_backward(y.dout, y.q, y.k, y.v, out, lse, Options(**y.options),
+        problem, arrays = bind_backward(y.dout, y.q, y.k, y.v, out, lse, Options(**y.options),
                                            dlse=y.dlse)
         grads = {name: x for name, x in g._asdict().items() if x is not None}
-        check(launches, "backward", problem, arrays | grads)
+        check(launches, "backward", problem, arrays.named | grads)
 
 
 def check(launches, direction, problem, arrays):
@@ -96,7 +97,7 @@ def check(launches, direction, problem, arrays):
         assert (grid, block, shared) == ((one.tasks,), (one.threads,), one.smem_bytes)
         names = ("out_partial", "lse_partial", "l_partial")
         if direction == "backward":
-            names = ("delta", "state", "dq_sums", "dk_sums", "dv_sums", "normalisers")
+            names = ("state", "dq_sums", "dk_sums", "dv_sums", "normalisers")
         addresses = {name: struct[name] for name in names}
         assert struct == params.pack(plan, one, four_axes(problem, arrays), addresses)[0]
         wanted = {buffer.name for buffer in plan.workspace}
@@ -166,25 +167,25 @@ def test_threads_do_not_mix_their_calls(launches):
 
 
 def test_each_device_has_its_own_plan(launches, monkeypatch):
-    asked = []
-    monkeypatch.setattr(device, "gpu", lambda number: asked.append(number) or H200)
+    gpus = [replace(H200, number=number) for number in (0, 1)]
+    monkeypatch.setattr(device, "gpu", gpus.__getitem__)
     monkeypatch.setattr(launch, "get_device_id", lambda: 1)
     monkeypatch.setattr(cupy.cuda, "Device", lambda number: nullcontext())
     for number in (0, 1, 0, 1):
         x = fake(np.zeros((2, 3, 5, 16), np.float16), device=number)
         cf.attention(x, x, x)
-    assert asked == [0, 1] and len(launches) == 4
+    assert [key[2] for key in launch.prepared] == gpus and len(launches) == 4
 
 
 def test_a_struct_is_a_call_s_own(launches):
     """Two threads may fill the structs of one plan at once."""
     x, y = (fake(np.zeros((2, 3, 5, 16), np.float16)) for _ in "xy")
     cf.attention(x, x, x)
-    (kept,) = launch._kept.values()
-    template, addresses = kept.template, [x.data.ptr] * 3
+    (kept,) = launch.prepared.values()
+    template, addresses = kept.template, dict.fromkeys("qkv", x.data.ptr)
     one = template.fill(addresses, 0)
     before = one[:]
-    template.fill([y.data.ptr, *addresses[1:]], 4096)
+    template.fill(addresses | {"q": y.data.ptr}, 4096)
     one[template.tasks] = 77
     assert sum(map(ne, one, before)) == 1
     assert template.fill(addresses, 0) == before
@@ -267,7 +268,7 @@ def test_overlaps_are_found_without_reading(launches):
         cf.attention(q, k, k, out=fake(np.broadcast_to(memory[:1], (2, 5, 16))))
     interleaved = np.zeros((2, 5, 32), np.float16)
     cf.attention(fake(interleaved[..., :16]), k, k, out=fake(interleaved[..., 16:]))
-    assert launches.names == ["forward_registers_float16_d16_128x64_blocks2_keep_Q1"]
+    assert launches.names == ["forward_sm80_float16_d16_128x64_blocks2_keep_Q1"]
 
 
 def test_lengths_are_not_read(launches):
@@ -294,7 +295,7 @@ def test_a_repeated_call_binds_and_plans_nothing_anew(launches, monkeypatch):
 def test_explain_needs_no_kernel(launches):
     x = fake(np.zeros((2, 3, 300, 64), np.float16))
     text = cf.explain(x, x, fake(np.zeros((2, 3, 300, 64), np.float16, order="F")), causal=True)
-    for part in ("forward:", "backward:", "a pretended H200", "backward_fused: Br 64, Bc 128"):
+    for part in ("forward:", "backward:", "a pretended H200", "backward_sm80: Br 64, Bc 128"):
         assert part in text, part
     assert launches == []
 

@@ -9,14 +9,15 @@ import pytest
 from answers import answers_to
 from cases import KINDS, Case, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers
+from problems import problem_of
 from test_cuda_on_cpu import assert_same, on_cpu, wide
 from test_cuda_on_cpu_fused import small_tile
 
 import cupy_flash as cf
 from cupy_flash.device import GpuDevice
 from cupy_flash.plan import long_sums, make_plan
-from cupy_flash.plan.cuda_registers import Row
-from cupy_flash.problem import UNLIMITED, Mask, Problem
+from cupy_flash.plan.cuda_forward_sm80 import Row
+from cupy_flash.problem import UNLIMITED, Mask
 
 PIECE = 64
 HOPPER = GpuDevice(0, "a pretended H200", 90, 132, 227 * 1024, targets=("90a",))
@@ -68,25 +69,26 @@ def test_forward_sums_leave_the_tensor_cores(kind, short_pieces):
 
 def problem(dtype, Nq, Nk, out_dtype, **options):
     precision = {"float32": "tf32x3"}.get(dtype)
-    return Problem(1, 8, 8, Nq, Nk, 64, 64, dtype, out_dtype, precision, 0.125, 0.0,
-                   **({"mask": Mask()} | options))
+    return problem_of(batch=1, heads_q=8, heads_k=8, Nq=Nq, Nk=Nk, d=64, d_v=64, dtype=dtype,
+                      out_dtype=out_dtype, precision=precision, scale=0.125, softcap=0.0,
+                      **({"mask": Mask()} | options))
 
 
 def main_launch(direction, *args, **options):
     plan = make_plan(direction, problem(*args, **options), HOPPER)
     return next(x for x in plan.launches
-                if x.entry not in ("backward_prepare", "delta", "combine"))
+                if x.entry not in ("backward_preprocess", "combine"))
 
 
 @pytest.mark.parametrize("dtype, out_dtype, most", [
     ("float16", "float32", 2**11), ("bfloat16", "float32", 2**13),
     ("float16", "float16", 2**17), ("bfloat16", "bfloat16", 2**20)])
 def test_which_sums_leave_the_tensor_cores(dtype, out_dtype, most):
-    for Nk, entry in ((most, "hopper_forward"), (most + 1, "forward_registers")):
+    for Nk, entry in ((most, "forward_sm90"), (most + 1, "forward_sm80")):
         launch = main_launch("forward", dtype, 20000, Nk, out_dtype)
         assert launch.entry == entry
         assert ("fresh", 1) in launch.config.constants or Nk == most
-    for Nq, entry in ((most, "hopper_backward"), (most + 1, "backward_fused")):
+    for Nq, entry in ((most, "backward_sm90"), (most + 1, "backward_sm80")):
         launch = main_launch("backward", dtype, Nq, 20000, out_dtype)
         assert launch.entry == entry
         assert ("fresh", 1) in launch.config.constants or Nq == most
@@ -95,9 +97,9 @@ def test_which_sums_leave_the_tensor_cores(dtype, out_dtype, most):
 def test_a_window_keeps_sums_short():
     mask = Mask(left=500, right=0)
     assert main_launch("forward", "float16", 9000, 9000, "float32", mask=mask).entry == (
-        "hopper_forward")
+        "forward_sm90")
     assert main_launch("backward", "float16", 9000, 9000, "float32", mask=mask).entry == (
-        "hopper_backward")
+        "backward_sm90")
     assert long_sums.keys_of_a_row(problem("float16", 9, 70, "float32", mask=mask)) == 70
     assert Mask().left == UNLIMITED
 
@@ -107,7 +109,7 @@ def test_few_keys_and_many_rows_fill_the_gpu(dtype):
     """One tile of keys and 2^20 rows: the rows are split, and sums stay within their pieces."""
     one = replace(problem(dtype, 2**20, 40, dtype), batch=1, heads_q=1, heads_k=1)
     plan = make_plan("backward", one, HOPPER)
-    main = next(x for x in plan.launches if x.entry == "backward_fused")
+    main = next(x for x in plan.launches if x.entry == "backward_sm80")
     assert main.splits == main.tasks == 256
     assert dict(main.config.constants)["pieces"] == 2**11
     sums = sum(b.nbytes for b in plan.workspace if b.name in ("dk_sums", "dv_sums"))

@@ -17,24 +17,24 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler o
 SEEDS = range(1, 13)
 # The barriers of each kernel.
 BARRIERS = {
-    "forward": {"numbers_written", "tiles_loaded", "scores_written", "scores_finished",
-                "seen_found", "P_written", "V_read", "l_written", "memory_free"},
-    "backward_dkdv": {"numbers_written", "lse_loaded", "tiles_loaded", "products_written",
-                      "gradients_written"},
-    "backward_dq": {"numbers_written", "lse_loaded", "tiles_loaded", "products_written",
-                    "dS_written", "seen_found", "K_cleaned", "tiles_read", "factors_written",
-                    "memory_free"},
-    "dbias": {"rows_read", "lse_loaded", "tiles_loaded", "products_written", "sums_written",
-              "sums_read"},
+    "forward_wmma": {"numbers_written", "tiles_loaded", "scores_written", "scores_finished",
+                     "seen_found", "P_written", "V_read", "l_written", "memory_free"},
+    "dkdv_wmma": {"numbers_written", "lse_loaded", "tiles_loaded", "products_written",
+                  "gradients_written"},
+    "dq_wmma": {"numbers_written", "lse_loaded", "tiles_loaded", "products_written",
+                "dS_written", "seen_found", "K_cleaned", "tiles_read", "factors_written",
+                "memory_free"},
+    "dbias_wmma": {"rows_read", "lse_loaded", "tiles_loaded", "products_written", "sums_written",
+                   "sums_read"},
 }
 
 
 def call(dtype, fibers):
     """Every kernel once; what it writes, or None if it did not come to its end."""
     x, out, lse = problem(dtype)
-    results = {"forward": attempt(lambda: fibers.forward(x.q, x.k, x.v, **x.options))}
-    for entry, which in (("backward_dkdv", (1, 2)), ("backward_dq", (0,)), ("dbias", (3,))):
-        fibers.only = {"normalise", "delta", entry}
+    results = {"forward_wmma": attempt(lambda: fibers.forward(x.q, x.k, x.v, **x.options))}
+    for entry, which in (("dkdv_wmma", (1, 2)), ("dq_wmma", (0,)), ("dbias_wmma", (3,))):
+        fibers.only = {"normalise", "backward_preprocess", entry}
         g = attempt(lambda: fibers.backward(x.dout, x.q, x.k, x.v, out, lse, **x.options))
         results[entry] = g and [g[i] for i in which]
     return results
@@ -52,7 +52,7 @@ def attempt(run):
 def problem(dtype):
     """Several tiles of rows and of keys; rows that see nothing, keys that nobody sees."""
     x = inputs(Case("barriers", Nq=53, Nk=37, B=2, Hq=2, Hk=1, d=20, d_v=36, dtype=dtype,
-                    kv_lens=(37, 30), causal=True, mask="dense", bias="1hqk"))
+                    q_lens=(53, 20), kv_lens=(37, 30), causal=True, mask="dense", bias="1hqk"))
     hidden = slice(4, 9)
     x.options["mask"][..., hidden] = False
     x.k[..., hidden, :] = x.v[..., hidden, :] = np.nan
@@ -69,7 +69,7 @@ def right(dtype):
 def test_every_barrier_is_known():
     _, barriers = right("float32")
     assert {entry: set(barriers[entry]) for entry in BARRIERS} == BARRIERS
-    assert not barriers["delta"]
+    assert not barriers["backward_preprocess"]
 
 
 DOUBLED = """\

@@ -16,8 +16,8 @@ from test_cuda_on_cpu import (
     wide,
 )
 
-from cupy_flash.plan.cuda_fused import TILES
-from cupy_flash.plan.cuda_registers import Row
+from cupy_flash.plan.cuda_backward_sm80 import TILES
+from cupy_flash.plan.cuda_forward_sm80 import Row
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 
@@ -49,7 +49,7 @@ def run_all(x, tile, out, lse, **options):
     gpu = Fibers(fused=tile, **options)
     got = gpu.backward(x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse, grad_dtype=wide(x),
                        **x.options)
-    assert not x.k.size or "backward_fused" in gpu.barriers
+    assert not x.k.size or "backward_sm80" in gpu.barriers
     return got
 
 
@@ -312,7 +312,7 @@ def results(kind, **options):
         got = gpu.backward(x.dout, x.q, x.k, x.v, out, lse, **x.options)[:3]
     except KernelError:
         return None, ()
-    return [a.tobytes() for a in got], gpu.barriers["backward_fused"]
+    return [a.tobytes() for a in got], gpu.barriers["backward_sm80"]
 
 
 def test_every_barrier_and_wait_is_needed():

@@ -14,8 +14,8 @@ from cuda_on_cpu.harness import KernelError
 from cuda_on_cpu.races import Watched
 
 import cupy_flash as cf
-from cupy_flash.plan import cuda_hopper
-from cupy_flash.plan.cuda_registers import Row
+from cupy_flash.plan import cuda_forward_sm90
+from cupy_flash.plan.cuda_forward_sm80 import Row
 
 pytestmark = pytest.mark.skipif(not races.AVAILABLE, reason="needs g++ on Linux")
 
@@ -97,7 +97,7 @@ class Form(NamedTuple):
         """Its races, what it returns (None if it did not come to its end), and its barriers."""
         x = problem(**self.case)
         fibers = Watched(grid=1, **self.options, **options)
-        fibers.only = {self.entry, "delta", "normalise", "backward_prepare"}
+        fibers.only = {self.entry, "normalise", "backward_preprocess"}
         try:
             if "forward" in self.entry:
                 results = fibers.forward(x.q, x.k, x.v, **x.options)
@@ -122,12 +122,12 @@ def problem(kind, bias_scale=1, **case):
 
 
 def registers(kind, *tile, d_v=40, **form):
-    return Form("forward_registers", {"kind": kind, "d_v": d_v},
+    return Form("forward_sm80", {"kind": kind, "d_v": d_v},
                 {"registers": Row(*tile, 256, "of a test", **form)})
 
 
 def fused(kind, *tile, **case):
-    return Form("backward_fused", {"kind": kind, **case}, {"fused": tile})
+    return Form("backward_sm80", {"kind": kind, **case}, {"fused": tile})
 
 
 def general(entry, **case):
@@ -135,28 +135,28 @@ def general(entry, **case):
 
 
 def hopper(*tile, **case):
-    tile = cuda_hopper.Row(*tile, 256, 256, "of a test")
-    return Form("hopper_forward", {"kind": "bfloat16", "d": 32, "d_v": 40, "Nq": 300, "Hk": 2,
+    tile = cuda_forward_sm90.Row(*tile, 256, 256, "of a test")
+    return Form("forward_sm90", {"kind": "bfloat16", "d": 32, "d_v": 40, "Nq": 300, "Hk": 2,
                                    **case}, {"hopper": tile})
 
 
-def backward(entry="hopper_backward", **case):
-    tile = cuda_hopper.Row(128, 32, 256, 256, "of a test")
+def backward(entry="backward_sm90", **case):
+    tile = cuda_forward_sm90.Row(128, 32, 256, 256, "of a test")
     return Form(entry, {"kind": "bfloat16", "Nq": 300, "Nk": 140, "Hk": 2,
                                     "kv_lens": (140, 70), "q_lens": (290, 300), **case},
                 {"hopper": tile})
 
 
-# Of the kernels for sm_90a. In `hopper_forward`, whether a consumer has its turn changes when its
+# Of the kernels for sm_90a. In `forward_sm90`, whether a consumer has its turn changes when its
 # products run, not what they read.
 TILES = ("keys_full", "q_full", "dout_full", "q_empty", "dout_empty", "zeros_fenced",
          "zeros_written", "dS_fenced", "tiles_read")
 WAITS = {
-    "hopper_forward": (
+    "forward_sm90": (
         "q_full", "k_full", "v_full", "k_empty", "v_empty", "work_full", "zeros_fenced",
         "some_unseen", "seen_written", "panels_free", "panels_fenced", "panels_written"),
-    "hopper_backward": (*TILES, "turn", "sums_written", "sums_read"),
-    "hopper_backward_wide": (*TILES, "p_full", "p_empty", "scores_full", "ranges_read"),
+    "backward_sm90": (*TILES, "turn", "sums_written", "sums_read"),
+    "backward_sm90_wide": (*TILES, "p_full", "p_empty", "scores_full", "ranges_read"),
 }
 FEATURES = {"mask": "per-query", "bias": "1hqk", "softcap": 5.0}
 FORMS = {
@@ -173,16 +173,16 @@ FORMS = {
     "features, parts": fused("float16", 32, 32, 4, 1, 2, 1, **FEATURES),
     "features, TF32, a stage": fused("tf32", 32, 32, 2, 1, 1, 1, **FEATURES),
     "features, float64": fused("float64", 32, 32, 4, 1, 2, 1, **FEATURES),
-    "forward": general("forward"),
-    "dkdv": general("backward_dkdv"),
-    "dq": general("backward_dq"),
-    "dbias": general("dbias"),
+    "forward_wmma": general("forward_wmma"),
+    "dkdv": general("dkdv_wmma"),
+    "dq": general("dq_wmma"),
+    "dbias_wmma": general("dbias_wmma"),
     "normalise": general("normalise", bias_scale=1e5),
     "two consumers": hopper(128, 32, Nk=140, kv_lens=(140, 70)),
     "holes": hopper(128, 32, Nk=140, kv_lens=(140, 70), mask="dense", bias="1hqk"),
     "backward": backward(d=64, d_v=56),
     "backward, 64 rows": backward(d=128, d_v=72, Nq=150, q_lens=(140, 150)),
-    "backward, wide": backward("hopper_backward_wide", d=200, d_v=72, Nq=200, q_lens=(180, 200)),
+    "backward, wide": backward("backward_sm90_wide", d=200, d_v=72, Nq=200, q_lens=(180, 200)),
     "three consumers": hopper(192, 16, Nk=100, kv_lens=(100, 70), softcap=4.0, Hk=1),
 }
 

@@ -20,7 +20,7 @@ from test_cuda_on_cpu import (
 import cupy_flash as cf
 from cupy_flash import plan
 from cupy_flash.plan import tuned
-from cupy_flash.plan.cuda_registers import Row
+from cupy_flash.plan.cuda_forward_sm80 import Row
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 
@@ -50,7 +50,7 @@ def on_cpu(x, row=SMALL):
 def check(label, kind, x, row=SMALL, factor=1):
     gpu = fibers(row)
     got = gpu.forward(x.q, x.k, x.v, out_dtype=wide(x), **x.options)
-    assert not x.q.size or "forward_registers" in gpu.barriers
+    assert not x.q.size or "forward_sm80" in gpu.barriers
     assert_same(label, kind, got, on_cpu(x, row), factor)
 
 
@@ -262,7 +262,7 @@ def test_splits(kind, options):
     gpu = fibers(sms=64)
     with tuned(split_keys=32):
         got = gpu.forward(x.q, x.k, x.v, out_dtype=wide(x), **x.options)
-    assert {"forward_registers", "combine"} <= set(gpu.barriers)
+    assert {"forward_sm80", "combine"} <= set(gpu.barriers)
     # A split's rows have a reference of their own, so that in bfloat16 all of P is rounded anew.
     assert_same("splits", kind, got, on_cpu(x), 10 if kind == "bfloat16" else 1)
 
@@ -305,7 +305,7 @@ def results(kind, row, out_dtype, **options):
         got = [a.tobytes() for a in gpu.forward(x.q, x.k, x.v, out_dtype=out_dtype, **x.options)]
     except KernelError:
         return None, ()
-    return got, gpu.barriers["forward_registers"]
+    return got, gpu.barriers["forward_sm80"]
 
 
 def test_every_barrier_and_wait_is_needed():

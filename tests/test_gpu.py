@@ -238,3 +238,23 @@ def test_split_keys(cp, case):
     assert "combine" in cf.explain(*on_gpu(cp, x)[:3], **on_gpu(cp, x).options)
     got = {name: a.get() for name, a in both(on_gpu(cp, x)).items()}
     judge(case.id, got, *answers_to(x), floors(x))
+
+
+@pytest.mark.parametrize("d", [64, 128, 200])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_wrt_changes_no_bit_of_what_is_asked_for(cp, dtype, d, deterministic):
+    """But for dq, where additions have no order."""
+    for bias in ("", "1hqk", "bhqk"):
+        x = on_gpu(cp, inputs(Case("wrt", Nq=150, Nk=170, B=2, Hq=4, Hk=2, d=d, dtype=dtype,
+                                   bias=bias)))
+        out, lse = cf.attention(x.q, x.k, x.v, return_lse=True, **x.options)
+        options = x.options | {"deterministic": deterministic}
+        want = cf.attention_backward(x.dout, x.q, x.k, x.v, out, lse, **options)
+        for wrt in (("q",), ("k",), ("v",), ("q", "v"), *((("bias",),) if bias else ())):
+            got = cf.attention_backward(x.dout, x.q, x.k, x.v, out, lse, wrt=wrt, **options)
+            for name in ("q", "k", "v", "bias"):
+                one, other = getattr(got, f"d{name}"), getattr(want, f"d{name}")
+                assert (one is None) == (name not in wrt)
+                if one is not None and (deterministic or name != "q"):
+                    assert one.tobytes() == other.tobytes(), (name, wrt, bias)

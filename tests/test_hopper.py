@@ -9,8 +9,8 @@ from test_plan_cuda import H200
 from test_plan_cuda import problem as small_problem
 
 from cupy_flash.backends.cuda.unit import unit
-from cupy_flash.plan import cuda_hopper, make_plan
-from cupy_flash.plan.cuda_hopper import ROWS
+from cupy_flash.plan import cuda_forward_sm90, make_plan
+from cupy_flash.plan.cuda_forward_sm90 import ROWS
 from cupy_flash.problem import UNLIMITED, Mask
 
 HOPPER = replace(H200, targets=("90a",))
@@ -28,7 +28,7 @@ def compile_row(d, d_v, dtype="bfloat16", **changes):
     """(launch, cubin, log) for head dims."""
     p = problem(**{"d": d, "d_v": d_v, "dtype": dtype, "out_dtype": dtype, **changes})
     (launch,) = make_plan("forward", p, HOPPER).launches
-    assert launch.entry == "hopper_forward"
+    assert launch.entry == "forward_sm90"
     cubin, log = nvrtc.compile(unit(launch.entry, launch.config, launch.smem_bytes)[1], "90a")
     assert cubin is not None, log
     return launch, cubin, log
@@ -62,7 +62,7 @@ def test_results_in_float32_compile_too():
 @pytest.mark.parametrize("d, d_v", WIDTHS)
 def test_bias_and_mask_compile_too(d, d_v):
     launch, _, log = compile_row(d, d_v, bias_shape=(1, 1, 1000, 3000), has_mask=True)
-    assert "_holes1" in launch_name(launch) and launch.config.features and "C75" not in log
+    assert "_mask" in launch_name(launch) and launch.config.options and "C75" not in log
     assert launch.config.Br == 128 and nvrtc.resources(log)["spill_stores"] <= 2 * SPILLED[128]
 
 
@@ -82,9 +82,9 @@ def test_results_by_pairs_or_one_by_one_compile_too(out_dtype, less):
 def test_results_are_stored_as_wide_as_rows_allow(d_v, out_dtype, row, narrow):
     out = ("out", (8, 4, 256, d_v), (1024 * row, 256 * row, row, 2), out_dtype, True)
     p = problem(d=64, d_v=d_v, out_dtype=out_dtype, layouts=(out,))
-    config = cuda_hopper.FORWARD.offer(p, HOPPER).config
+    config = cuda_forward_sm90.FORWARD.offer(p, HOPPER).config
     assert dict(config.constants)["narrow"] == narrow
-    assert cuda_hopper.tiled(config) == (narrow == 0 and out_dtype == "bfloat16")
+    assert cuda_forward_sm90.tiled(config) == (narrow == 0 and out_dtype == "bfloat16")
 
 
 def launch_name(launch):
@@ -94,7 +94,7 @@ def launch_name(launch):
 @pytest.mark.parametrize("d, d_v", WIDTHS)
 def test_softcap_and_alibi_compile_too(d, d_v):
     launch, _, log = compile_row(d, d_v, softcap=10.0, has_alibi=True)
-    assert launch.config.features and "C75" not in log
+    assert launch.config.options and "C75" not in log
     assert nvrtc.resources(log)["spill_stores"] <= SPILLED[launch.config.Br]
 
 
@@ -157,9 +157,9 @@ def elf_of(code):
 
 @pytest.mark.parametrize("d, d_v", [*WIDTHS, (8, 8), (64, 128), (136, 64), (248, 8)])
 def test_every_head_dim_has_a_row_that_fits(d, d_v):
-    config, smem, _, reason, _ = cuda_hopper.FORWARD.offer(problem(d=d, d_v=d_v), HOPPER)
+    config, smem, _, reason, _ = cuda_forward_sm90.FORWARD.offer(problem(d=d, d_v=d_v), HOPPER)
     assert reason
-    assert smem == cuda_hopper.smem_bytes(config) <= HOPPER.smem
+    assert smem == cuda_forward_sm90.smem_bytes(config) <= HOPPER.smem
     assert config.warps == 4 * (config.Br // 64 + 1)
 
 
@@ -176,35 +176,35 @@ def test_every_head_dim_has_a_row_that_fits(d, d_v):
 ])
 def test_what_it_cannot_do_goes_elsewhere_and_is_said(changes, words):
     plan = make_plan("forward", problem(**changes), HOPPER)
-    assert all(launch.entry != "hopper_forward" for launch in plan.launches)
-    assert plan.refusals[0].entry == "hopper_forward" and words in plan.refusals[0].reason
+    assert all(launch.entry != "forward_sm90" for launch in plan.launches)
+    assert plan.refusals[0].entry == "forward_sm90" and words in plan.refusals[0].reason
 
 
 @pytest.mark.parametrize("changes", [{"has_mask": True}, {"bias_shape": (1, 1, 1, 3000)}])
 def test_bias_and_mask_are_read_beside_the_products(changes):
     (launch,) = make_plan("forward", problem(**changes), HOPPER).launches
     constants = dict(launch.config.constants)
-    assert launch.entry == "hopper_forward" and constants["holes"] == 1
+    assert launch.entry == "forward_sm90" and constants["scaled"] == 1
     (plain,) = make_plan("forward", problem(Nq=3000), HOPPER).launches
-    assert dict(plain.config.constants)["holes"] == 0 and plain.config.Br == 192
+    assert dict(plain.config.constants)["scaled"] == 0 and plain.config.Br == 192
     (launch,) = make_plan("forward", problem(**changes, Nq=3000), HOPPER).launches
     assert launch.config.Br == 128
 
 
 def test_other_gpus_do_not_get_it():
     plan = make_plan("forward", problem(), H200)
-    assert plan.launches[0].entry == "forward_registers"
-    assert "not hopper_forward: it needs sm_90a" in str(plan)
+    assert plan.launches[0].entry == "forward_sm80"
+    assert "not forward_sm90: it needs sm_90a" in str(plan)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_arrays_begin_on_borders(name):
     plan = make_plan("forward", problem(unaligned=("mask", name)), HOPPER)
-    assert plan.launches[0].entry == "forward_registers"
+    assert plan.launches[0].entry == "forward_sm80"
     assert f"{name} does not begin on a border of 16 bytes" in plan.refusals[0].reason
     for changes in ({"unaligned": ("mask",)}, {"unaligned": (name,), "copied": (name,)}):
         (launch,) = make_plan("forward", problem(**changes), HOPPER).launches
-        assert launch.entry == "hopper_forward"
+        assert launch.entry == "forward_sm90"
 
 
 @pytest.mark.parametrize("N, mask, Br", [(1024, Mask(), 192), (1024, Mask(right=0), 128),
@@ -213,20 +213,20 @@ def test_arrays_begin_on_borders(name):
                                          (16384, Mask(right=0, q_offset=-16000), 128)])
 def test_short_rows_get_tiles_that_they_fill(N, mask, Br):
     p = problem(Nq=N, Nk=N, mask=mask)
-    assert cuda_hopper.FORWARD.offer(p, HOPPER).config.Br == Br
+    assert cuda_forward_sm90.FORWARD.offer(p, HOPPER).config.Br == Br
 
 
 @pytest.mark.parametrize("group, Nq, pack", [(1, 50, 1), (4, 50, 4), (4, 128, 1), (4, 90, 4),
                                              (3, 50, 1), (64, 5, 64), (8, 1000, 1)])
 def test_heads_share_a_tile_if_that_makes_fewer(group, Nq, pack):
     p = problem(heads_q=group, heads_k=1, Nq=Nq)
-    assert cuda_hopper.pack_of(p, 128) == pack
+    assert cuda_forward_sm90.pack_of(p, 128) == pack
 
 
 def test_sections_keep_keys_in_the_cache():
     causal = Mask(right=0)
-    assert cuda_hopper.section_of(problem(), 1) == 0
-    assert cuda_hopper.section_of(problem(mask=Mask(right=UNLIMITED)), 1) == 0
-    assert cuda_hopper.section_of(problem(mask=causal), 1) == 32
+    assert cuda_forward_sm90.section_of(problem(), 1) == 0
+    assert cuda_forward_sm90.section_of(problem(mask=Mask(right=UNLIMITED)), 1) == 0
+    assert cuda_forward_sm90.section_of(problem(mask=causal), 1) == 32
     long = problem(mask=causal, Nk=2**16, heads_q=32, heads_k=16)
-    assert cuda_hopper.section_of(long, 1) == 4 and cuda_hopper.section_of(long, 2) == 2
+    assert cuda_forward_sm90.section_of(long, 1) == 4 and cuda_forward_sm90.section_of(long, 2) == 2

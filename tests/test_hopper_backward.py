@@ -8,7 +8,7 @@ from test_plan_cuda import H200
 from cupy_flash.backends.cuda.unit import unit
 from cupy_flash.plan import make_plan
 from cupy_flash.plan.cuda import kernel_of
-from cupy_flash.plan.cuda_hopper_backward import KERNELS
+from cupy_flash.plan.cuda_backward_sm90 import KERNELS
 from cupy_flash.problem import Mask
 
 SPILLED = 32        # bytes, of any compiler
@@ -70,8 +70,8 @@ def test_what_it_cannot_do_is_said(changes, words):
 def test_other_gpus_have_the_fused_kernel_and_say_why():
     p = problem(**USUAL, mask=Mask(right=0))
     plan = make_plan("backward", p, H200)
-    assert plan.launches[1].entry == "backward_fused"
-    assert "not hopper_backward, hopper_backward_wide: it needs sm_90a" in str(plan)
+    assert plan.launches[1].entry == "backward_sm80"
+    assert "not backward_sm90, backward_sm90_wide: it needs sm_90a" in str(plan)
 
 
 def test_strides_of_what_is_copied_do_not_matter():

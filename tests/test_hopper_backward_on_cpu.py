@@ -24,7 +24,7 @@ def run(x, out, lse, **options):
     gpu = Fibers(hopper=TWO, **options)
     got = gpu.backward(x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse, grad_dtype=wide(x),
                        **x.options)[:3]
-    name = "hopper_backward" + "_wide" * (max(x.q.shape[-1], x.v.shape[-1]) > 128)
+    name = "backward_sm90" + "_wide" * (max(x.q.shape[-1], x.v.shape[-1]) > 128)
     assert not x.k.size or not x.q.size or name in gpu.barriers
     return got
 

@@ -50,7 +50,7 @@ def test_maps_say_where_arrays_lie(launches):
     q, k, v = arrays(N=4000)
     out = cf.attention(q, k, v, causal=True)
     (name, grid, block, struct, shared), = launches
-    assert name.startswith("hopper_forward") and grid == (132,) and block == (512,)
+    assert name.startswith("forward_sm90") and grid == (132,) and block == (512,)
     assert shared == 205824 and struct["tasks"] == 32 * 21
     assert struct["out"]["address"] == out.data.ptr
     assert (struct["pack"], struct["section"]) == (1, 32)
@@ -96,7 +96,8 @@ def test_unaligned_arrays_get_the_other_plan(launches):
     cf.attention(odd[0], k, v)
     cf.attention(q, k, odd[2])
     cf.attention(q, k, v, out=odd[0])
-    assert [name.startswith("hopper") for name in launches.names] == [True, False, False, False]
+    assert [name.startswith("forward_sm90") for name in launches.names] == [
+        True, False, False, False]
     assert launches[3][3]["out"]["address"] == odd[0].data.ptr
     assert "k does not begin on a border of 16 bytes" in cf.explain(q, odd[1], v)
 
@@ -105,7 +106,7 @@ def test_rows_need_not_be_whole_16_bytes(launches):
     q, k, v = (x[..., :60] for x in arrays(d=64))
     out = cf.attention(q, k, v)
     name, *_, struct, _ = launches[0]
-    assert name.startswith("hopper_forward") and out.strides[1] == 120 and name.endswith("narrow1")
+    assert name.startswith("forward_sm90") and out.strides[1] == 120 and name.endswith("narrow1")
     q_map, v_map = (np.frombuffer(words(struct, f"{x}_map"), np.uint64) for x in "qv")
     assert q_map[1] == v_map[1] == 60 and q_map[5] == 128
     assert not any(words(struct, "out_map"))

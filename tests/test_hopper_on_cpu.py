@@ -6,7 +6,7 @@ from answers import answers_to, floors, judge
 from cases import DTYPES, FEATURES, Case, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers, KernelError
 
-from cupy_flash.plan.cuda_hopper import Row
+from cupy_flash.plan.cuda_forward_sm90 import Row
 
 BFLOAT16 = DTYPES["bfloat16"]
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
@@ -33,7 +33,7 @@ def check(x, row, **options):
     x = x._replace(q=padded(x.q), k=padded(x.k), v=padded(x.v))
     fibers = Fibers(hopper=row, **options)
     out, lse = fibers.forward(x.q, x.k, x.v, **x.options)
-    assert "hopper_forward" in fibers.barriers
+    assert "forward_sm90" in fibers.barriers
     want, plain = answers_to(x)
     judge("hopper", {"out": out, "lse": lse}, want, plain, floors(x))
     return out, lse
@@ -57,7 +57,7 @@ def test_results_in_float32_are_those_before_rounding(dtype):
         part, _ = Fibers(hopper=TWO).forward(x.q, x.k, x.v[..., :-1], out_dtype=whole.dtype,
                                              **x.options)
         assert part.tobytes() == whole[..., :-1].tobytes()
-    assert "hopper_forward" in fibers.barriers and wide.dtype == np.float32
+    assert "forward_sm90" in fibers.barriers and wide.dtype == np.float32
     assert wide.astype(out.dtype).tobytes() == out.tobytes()
     assert wide_lse.tobytes() == lse.tobytes()
 

@@ -15,9 +15,9 @@ from cupy_flash.plan.kernel import MOST_BLOCKS, ONE_TASK, Candidate, Refusal
 
 CANDIDATES = [kernel for kernel in KERNELS if kernel.direction]
 # Which kernel of a family computes a pass.
-FAMILIES = {"sm90": ("hopper_forward", "hopper_backward"),
-            "sm80": ("forward_registers", "backward_fused"),
-            "wmma": ("forward", "backward_dkdv")}
+FAMILIES = {"sm90": ("forward_sm90", "backward_sm90"),
+            "sm80": ("forward_sm80", "backward_sm80"),
+            "wmma": ("forward_wmma", "dkdv_wmma")}
 
 
 def large(**changes):
@@ -43,14 +43,14 @@ FLOAT32 = {"dtype": "float32", "out_dtype": "float32", "precision": "tf32x3"}
 
 
 @pytest.mark.parametrize("direction, changes, entry, refused", [
-    ("forward", {}, "hopper_forward", []),
-    ("forward", FLOAT32, "forward_registers", ["hopper_forward"]),
-    ("forward", {"has_mask": True} | FLOAT32, "forward", ["hopper_forward", "forward_registers"]),
-    ("backward", {}, "hopper_backward", []),
-    ("backward", WIDE, "hopper_backward_wide", ["hopper_backward"]),
-    ("backward", FLOAT32, "backward_fused", ["hopper_backward", "hopper_backward_wide"]),
-    ("backward", DETERMINISTIC, "backward_dkdv",
-     ["hopper_backward", "hopper_backward_wide", "backward_fused"]),
+    ("forward", {}, "forward_sm90", []),
+    ("forward", FLOAT32, "forward_sm80", ["forward_sm90"]),
+    ("forward", {"has_mask": True} | FLOAT32, "forward_wmma", ["forward_sm90", "forward_sm80"]),
+    ("backward", {}, "backward_sm90", []),
+    ("backward", WIDE, "backward_sm90_wide", ["backward_sm90"]),
+    ("backward", FLOAT32, "backward_sm80", ["backward_sm90", "backward_sm90_wide"]),
+    ("backward", DETERMINISTIC, "dkdv_wmma",
+     ["backward_sm90", "backward_sm90_wide", "backward_sm80"]),
 ], ids=str)
 def test_a_plan_takes_the_first_that_offers_and_carries_the_refusals(direction, changes, entry,
                                                                      refused):
@@ -62,14 +62,14 @@ def test_a_plan_takes_the_first_that_offers_and_carries_the_refusals(direction, 
 
 def test_the_order_of_preference_can_be_another():
     with tuned(kernels=KERNELS[::-1]):
-        assert entries("forward", large(), HOPPER) == ["forward"]
-        assert entries("backward", large(), HOPPER)[1] == "backward_dkdv"
+        assert entries("forward", large(), HOPPER) == ["forward_wmma"]
+        assert entries("backward", large(), HOPPER)[1] == "dkdv_wmma"
 
 
 def test_equal_refusals_are_one_line():
     text = str(make_plan("backward", large(), H200))
     line, = (line for line in text.splitlines() if line.startswith("  not "))
-    assert line.startswith("  not hopper_backward, hopper_backward_wide: it needs sm_90a")
+    assert line.startswith("  not backward_sm90, backward_sm90_wide: it needs sm_90a")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -112,7 +112,7 @@ def test_the_environment_names_the_family(monkeypatch):
         found.append(entries("forward", large(), device.gpu(0)))
     assert device.gpu(0).targets == ("90a",)
     device.gpu.cache_clear()
-    assert found == [["hopper_forward"], ["hopper_forward"], ["forward"]]
+    assert found == [["forward_sm90"], ["forward_sm90"], ["forward_wmma"]]
 
 
 @pytest.mark.parametrize("arch, version, targets", [
@@ -129,7 +129,7 @@ def test_targets_are_those_of_device_and_compiler(monkeypatch, arch, version, ta
     gpu = device.gpu(0)
     device.gpu.cache_clear()
     assert gpu.targets == targets
-    assert ("hopper_forward" in entries("forward", large(), gpu)) == ("90a" in targets)
+    assert ("forward_sm90" in entries("forward", large(), gpu)) == ("90a" in targets)
 
 
 def test_settings_of_plans():
@@ -143,25 +143,25 @@ def test_settings_of_plans():
 
 def test_blocks_with_a_task_each_are_no_more_than_a_grid_has():
     """2^31 tiles of keys: the last of them would be left out."""
-    for entry in ("hopper_backward", "hopper_backward_wide"):
+    for entry in ("backward_sm90", "backward_sm90_wide"):
         assert kernel_of(entry).grid == ONE_TASK
     p = problem(batch=2**21, heads_q=2**10, heads_k=2**10, Nq=1, Nk=1)
-    assert isinstance(kernel_of("hopper_backward").offer(p, HOPPER), Refusal)
-    assert entries("backward", p, HOPPER)[1] == "backward_fused"
+    assert isinstance(kernel_of("backward_sm90").offer(p, HOPPER), Refusal)
+    assert entries("backward", p, HOPPER)[1] == "backward_sm80"
     half = make_plan("backward", replace(p, batch=2**20), HOPPER)
-    assert half.launches[1].entry == "hopper_backward" and half.launches[1].tasks <= MOST_BLOCKS
+    assert half.launches[1].entry == "backward_sm90" and half.launches[1].tasks <= MOST_BLOCKS
 
 
 def test_a_kernel_of_another_architecture_is_one_more_record():
     """Without a word of it anywhere else: it is asked first, where its target is there."""
     class Sm100(Candidate):
         def best(self, problem, device):
-            return kernel_of("forward_registers").best(problem, device)
+            return kernel_of("forward_sm80").best(problem, device)
 
-    own = Sm100("forward_sm100", "mma/forward.cuh", "ForwardParams", target="100a",
+    own = Sm100("forward_sm100", "sm80/forward.cuh", "ForwardParams", target="100a",
                 direction="forward", family="sm100")
     with tuned(kernels=(own, *KERNELS)):
         assert entries("forward", large(), replace(HOPPER, targets=("100a",))) == ["forward_sm100"]
         plan = make_plan("forward", large(), HOPPER)
-    assert plan.launches[0].entry == "hopper_forward"
+    assert plan.launches[0].entry == "forward_sm90"
     assert [refusal.entry for refusal in plan.refusals] == ["forward_sm100"]

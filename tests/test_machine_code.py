@@ -34,7 +34,7 @@ def test_the_same_instructions_with_other_needs_differ():
 
 def test_every_kernel_is_looked_at():
     found = [*machine_code.units("80"), *machine_code.units("90a")]
-    for entry in ("forward", "forward_registers", "combine", "delta", "backward_prepare",
-                  "backward_fused", "backward_finish", "backward_dkdv", "backward_dq", "dbias",
-                  "hopper_forward", "hopper_backward", "hopper_backward_wide"):
+    for entry in ("forward_wmma", "forward_sm80", "combine", "backward_preprocess",
+                  "backward_sm80", "backward_postprocess", "dkdv_wmma", "dq_wmma", "dbias_wmma",
+                  "forward_sm90", "backward_sm90", "backward_sm90_wide"):
         assert any(name.startswith(f"{entry}_") for name in found), entry

@@ -133,6 +133,9 @@ STEPS_BACKWARD = {
     "lse-wide": ({"lse": zeros(2, 4, 7, dtype=np.float64)}, "lse.astype(np.float32)"),
     "dq-wide": ({"dq": zeros(2, 4, 7, 8, dtype=np.float64)}, "np.empty((2, 4, 7, 8), np.float32)"),
     "dk-heads": ({"dk": zeros(2, 4, 9, 8)}, "np.empty((2, 2, 9, 8), np.float32)"),
+    "wrt-string": ({"wrt": "v"}, '("v",)'),
+    "wrt-twice": ({"wrt": ["v", "q", "v"]}, "tuple(dict.fromkeys(wrt))"),
+    "wrt-no-bias": ({"wrt": ("v", "bias")}, "('v',)"),
     "dv-bytes": ({"dv": zeros(2, 2, 9, 5, dtype=">f4")}, "np.empty((2, 2, 9, 5), np.float32)"),
 }
 

@@ -4,26 +4,28 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
+from problems import problem_of
 from units import SMEM
 
 from cupy_flash.device import GpuDevice
-from cupy_flash.plan import cuda_fused, cuda_registers, cuda_tiles, make_plan
+from cupy_flash.plan import cuda_backward_sm80, cuda_forward_sm80, cuda_wmma, make_plan
 from cupy_flash.plan.cuda import SPLIT_KEYS, kernel_of
 from cupy_flash.plan.kernel import Offer, Refusal, kind_of
-from cupy_flash.problem import Mask, Problem
+from cupy_flash.problem import Mask
 
-ENTRIES = ("forward", "backward_dkdv", "backward_dq", "dbias")
+ENTRIES = ("forward_wmma", "dkdv_wmma", "dq_wmma", "dbias_wmma")
 DTYPES = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"),
           ("float64", None))
-FUSED = ["backward_prepare", "backward_fused", "backward_finish"]
+FUSED = ["backward_preprocess", "backward_sm80", "backward_postprocess"]
 H200 = GpuDevice(0, "H200", 90, 132, 227 * 1024)
 
 
 def problem(**changes):
     """A bfloat16 problem of moderate size."""
-    base = Problem(batch=2, heads_q=4, heads_k=2, Nq=1000, Nk=3000, d=64, d_v=64, dtype="bfloat16",
-                   out_dtype="bfloat16", precision=None, scale=0.125, softcap=0.0, mask=Mask())
-    return replace(base, **changes)
+    return problem_of(**{
+        "batch": 2, "heads_q": 4, "heads_k": 2, "Nq": 1000, "Nk": 3000, "d": 64, "d_v": 64,
+        "dtype": "bfloat16", "out_dtype": "bfloat16", "precision": None, "scale": 0.125,
+        "softcap": 0.0, "mask": Mask(), **changes})
 
 
 @pytest.mark.parametrize("kib", [99, 163, 227])
@@ -35,8 +37,8 @@ def test_every_head_dim_has_a_tile_within_the_limit(entry, dtype, precision, kib
         for d_v in {d, 1, 256}:
             p = problem(d=d, d_v=d_v, dtype=dtype, precision=precision, bias_shape=(1, 1, 1, 1))
             config, smem, _, reason, _ = kernel_of(entry).offer(p, device)
-            assert smem == cuda_tiles.smem_bytes(entry, config) <= device.smem
-            assert cuda_tiles.accumulator_registers(entry, config) <= 64
+            assert smem == cuda_wmma.smem_bytes(entry, config) <= device.smem
+            assert cuda_wmma.accumulator_registers(entry, config) <= 64
             assert d <= config.d < d + 16 and d_v <= config.d_v < d_v + 16
             assert config.d % 16 == config.d_v % 16 == 0
             step = 8 if dtype == "float64" else 16
@@ -49,8 +51,9 @@ def test_what_fits_nowhere_is_said(kib):
     wide = problem(d=256, d_v=250, dtype="float64")
     with pytest.raises(NotImplementedError) as error:
         make_plan("forward", wide, device)
-    smallest = min(cuda_tiles.smem_bytes("forward", cuda_tiles.config_of("forward", wide, tile))
-                   for tile in cuda_tiles.FORWARD.rows["float64"])
+    smallest = min(
+        cuda_wmma.smem_bytes("forward_wmma", cuda_wmma.config_of("forward_wmma", wide, tile))
+        for tile in cuda_wmma.FORWARD.rows["float64"])
     for part in ("`q`", "256", "250", "float64", f"{smallest:,}", f"{device.smem:,}", "NumPy"):
         assert part in str(error.value), part
 
@@ -76,7 +79,7 @@ def test_each_row_of_the_table_can_be_chosen():
                                 bias_shape=(1, 1, 1, 1))
                     c, _, _, reason, _ = kernel_of(entry).offer(p, device)
                     chosen.add((c.Br, c.Bc, c.warps, reason))
-    assert {tuple(tile) for kernel in cuda_tiles.KERNELS for rows in kernel.rows.values()
+    assert {tuple(tile) for kernel in cuda_wmma.KERNELS for rows in kernel.rows.values()
             for tile in rows} == chosen
 
 
@@ -89,14 +92,14 @@ def test_forward_stays_in_registers_where_a_row_serves(dtype, precision, kib):
     for d in range(1, 257):
         for d_v in {d, 1, 256}:
             p = problem(d=d, d_v=d_v, dtype=dtype, precision=precision)
-            offer = cuda_registers.FORWARD.offer(p, device)
+            offer = cuda_forward_sm80.FORWARD.offer(p, device)
             if max(d, d_v) > widest:
                 assert f"{d} and {d_v}" in offer.reason and isinstance(offer, Refusal)
             elif isinstance(offer, Refusal):
                 assert dtype == "float64" and kib == 99 and max(d, d_v) > 64
             else:
                 config, smem, _, reason, _ = offer
-                assert smem == cuda_registers.smem_bytes(config) <= device.smem and reason
+                assert smem == cuda_forward_sm80.smem_bytes(config) <= device.smem and reason
                 assert d <= config.d < d + 16 and d_v <= config.d_v < d_v + 16
                 assert config.Br % (16 * config.warps) == config.Bc % 16 == 0
 
@@ -107,10 +110,10 @@ def test_each_row_in_registers_can_be_chosen():
         for dtype, precision in DTYPES:
             for d in range(16, 257, 16):
                 p = problem(d=d, d_v=d, dtype=dtype, precision=precision)
-                offer = cuda_registers.FORWARD.offer(p, replace(H200, smem=kib * 1024))
+                offer = cuda_forward_sm80.FORWARD.offer(p, replace(H200, smem=kib * 1024))
                 if isinstance(offer, Offer):
                     chosen.add((kind_of(dtype, precision), offer.reason))
-    assert chosen == {(kind, row.reason) for kind, rows in cuda_registers.ROWS.items()
+    assert chosen == {(kind, row.reason) for kind, rows in cuda_forward_sm80.ROWS.items()
                       for row in rows}
 
 
@@ -121,21 +124,24 @@ def test_each_row_in_registers_can_be_chosen():
 ], ids=str)
 def test_the_general_kernel_serves_the_rest_and_says_why(change, why):
     plan = make_plan("forward", problem(**change), H200)
-    assert plan.launches[0].entry == "forward"
-    assert why in next(x.reason for x in plan.refusals if x.entry == "forward_registers")
-    assert f"not forward_registers: {plan.refusals[-1].reason}" in str(plan)
-    assert make_plan("forward", problem(), H200).launches[0].entry == "forward_registers"
+    assert plan.launches[0].entry == "forward_wmma"
+    assert why in next(x.reason for x in plan.refusals if x.entry == "forward_sm80")
+    assert f"not forward_sm80: {plan.refusals[-1].reason}" in str(plan)
+    assert make_plan("forward", problem(), H200).launches[0].entry == "forward_sm80"
 
 
-def test_features_are_compiled_in_when_asked_for():
-    def features(**changes):
-        return make_plan("forward", problem(**changes), H200).launches[0].config.features
+def test_options_are_compiled_in_when_asked_for():
+    def options(**changes):
+        return make_plan("forward", problem(**changes), H200).launches[0].config.options
 
     positions = Mask(left=5, right=0, q_offset=3)
-    assert not features() and not features(mask=positions, has_kv_lens=True, has_q_lens=True)
-    for change in ({"has_mask": True}, {"has_alibi": True}, {"softcap": 2.0},
-                   {"bias_shape": (1, 1, 1, 3000), "dbias_dtype": "bfloat16"}):
-        assert features(**change), change
+    assert not options() and not options(mask=positions, has_kv_lens=True, has_q_lens=True)
+    given = {"mask": {"has_mask": True}, "softcap": {"softcap": 2.0}, "alibi": {"has_alibi": True},
+             "bias": {"bias_shape": (1, 1, 1, 3000), "dbias_dtype": "bfloat16"}}
+    for name, change in given.items():
+        assert options(**change) == (name,)
+    assert options(**given["mask"], **given["bias"], **given["softcap"], **given["alibi"]) == (
+        "mask", "bias", "alibi", "softcap")
 
 
 def test_numbers_are_no_part_of_a_unit():
@@ -150,7 +156,7 @@ def test_idle_multiprocessors_get_splits_of_the_keys():
     decode = problem(batch=1, heads_q=8, heads_k=2, Nq=1, Nk=65536)
     plan = make_plan("forward", decode, H200)
     forward, combine = plan.launches
-    assert (forward.entry, combine.entry) == ("forward_registers", "combine")
+    assert (forward.entry, combine.entry) == ("forward_sm80", "combine")
     assert forward.splits == combine.splits > 1 and forward.tasks == 2 * forward.splits
     assert H200.sms <= forward.tasks <= 2 * H200.sms
     keys = ceil(decode.Nk / forward.splits / forward.config.Bc) * forward.config.Bc
@@ -176,14 +182,15 @@ def test_backward_has_one_writer_for_each_gradient():
     plan = make_plan("backward", problem(bias_shape=(1, 4, 1000, 1), dbias_dtype="float32",
                                          deterministic=True), H200)
     assert [x.entry for x in plan.launches] == [
-        "normalise", "delta", "backward_dkdv", "backward_dq", "dbias"]
+        "normalise", "backward_preprocess", "dkdv_wmma", "dq_wmma", "dbias_wmma"]
     assert [(b.name, b.extent, b.dtype) for b in plan.workspace] == [
-        ("normalisers", 16000, "float32"), ("delta", 8000, "float32")]
-    delta, dkdv, dq, dbias = plan.launches[1:]
-    assert delta.tasks == 2000 and dkdv.tasks == 4 * 47 and dq.tasks == 4 * 32
+        ("normalisers", 16000, "float32"), ("state", 16384, "float32")]
+    rows, dkdv, dq, dbias = plan.launches[1:]
+    assert rows.tasks == 8 * 16 and dkdv.tasks == 4 * 47 and dq.tasks == 4 * 32
     assert dbias.tasks == 4 * 16
     one_writer = make_plan("backward", problem(deterministic=True), H200)
-    assert [x.entry for x in one_writer.launches] == ["delta", "backward_dkdv", "backward_dq"]
+    assert [x.entry for x in one_writer.launches] == [
+        "backward_preprocess", "dkdv_wmma", "dq_wmma"]
     assert "atomic additions" in str(one_writer)
 
 
@@ -191,7 +198,7 @@ def test_the_fused_backward_sums_dq_in_workspace():
     plan = make_plan("backward", problem(), H200)
     prepare, fused, finish = plan.launches
     assert [x.entry for x in plan.launches] == FUSED
-    assert fused.smem_bytes == cuda_fused.smem_bytes(fused.config) <= H200.smem
+    assert fused.smem_bytes == cuda_backward_sm80.smem_bytes(fused.config) <= H200.smem
     assert fused.tasks == 4 * ceil(3000 / fused.config.Bc)
     assert prepare.tasks == finish.tasks == 4 * ceil(2000 / fused.config.Br)
     rows = 4 * ceil(2000 / fused.config.Br) * fused.config.Br
@@ -206,8 +213,8 @@ def test_the_fused_backward_writes_dbias_where_each_score_has_an_element():
     for change in ({"softcap": 2.0}, {"bias_shape": (1, 4, 1000, 3000)},
                    {"bias_shape": (2, 4, 1, 3000)}):
         plan = make_plan("backward", problem(**whole | change), H200)
-        assert [x.entry for x in plan.launches] == ["normalise", *FUSED, "delta", "dbias"]
-        assert {b.name for b in plan.workspace} == {"normalisers", "state", "dq_sums", "delta"}
+        assert [x.entry for x in plan.launches] == ["normalise", *FUSED, "dbias_wmma"]
+        assert {b.name for b in plan.workspace} == {"normalisers", "state", "dq_sums"}
 
 
 @pytest.mark.parametrize("features", [False, True])
@@ -219,12 +226,12 @@ def test_the_fused_backward_serves_where_a_row_fits(dtype, precision, kib, featu
     for d in range(1, 257):
         for d_v in {d, 1, 256}:
             p = problem(d=d, d_v=d_v, dtype=dtype, precision=precision, has_mask=features)
-            offer = cuda_fused.BACKWARD.offer(p, device)
+            offer = cuda_backward_sm80.BACKWARD.offer(p, device)
             if isinstance(offer, Refusal):
                 assert max(d, d_v) > widest and "such wide heads" in offer.reason
                 continue
             config, smem, _, reason, _ = offer
-            assert smem == cuda_fused.smem_bytes(config) <= device.smem and reason
+            assert smem == cuda_backward_sm80.smem_bytes(config) <= device.smem and reason
             assert d <= config.d and d_v <= config.d_v <= 256 and config.d <= 256
             assert config.d % 16 == config.d_v % 16 == 0
 
@@ -235,37 +242,37 @@ def test_each_row_of_the_fused_backward_can_be_chosen():
         for dtype, precision in DTYPES:
             for d in range(16, 257, 16):
                 p = problem(d=d, d_v=d, dtype=dtype, precision=precision)
-                offer = cuda_fused.BACKWARD.offer(p, replace(H200, smem=kib * 1024))
+                offer = cuda_backward_sm80.BACKWARD.offer(p, replace(H200, smem=kib * 1024))
                 if isinstance(offer, Offer):
                     chosen.add((kind_of(dtype, precision), offer.reason))
-    assert chosen == {(kind, row.reason) for kind, rows in cuda_fused.TILES.items()
+    assert chosen == {(kind, row.reason) for kind, rows in cuda_backward_sm80.TILES.items()
                       for row in rows}
 
 
 @pytest.mark.parametrize("change, why", [
     ({"deterministic": True}, "no order"), ({"d": 200, "dtype": "float64"}, "wide heads"),
     ({"d": 200, "has_mask": True}, "wide heads"),
-    ({"bias_shape": (1, 1, 1, 3000), "dbias_dtype": "float64"}, "float64 bias"),
 ], ids=str)
 def test_the_general_backward_serves_the_rest_and_says_why(change, why):
     plan = make_plan("backward", problem(**change), H200)
-    assert "backward_dkdv" in [x.entry for x in plan.launches]
-    assert why in next(x.reason for x in plan.refusals if x.entry == "backward_fused")
+    assert "dkdv_wmma" in [x.entry for x in plan.launches]
+    assert why in next(x.reason for x in plan.refusals if x.entry == "backward_sm80")
     assert why in str(plan)
 
 
 @pytest.mark.parametrize("change, forward, backward", [
     ({"batch": 0}, [], []),
     ({"heads_q": 0, "heads_k": 0}, [], []),
-    ({"heads_q": 0}, [], ["backward_fused"]),
-    ({"Nq": 0}, [], ["backward_fused"]),
-    ({"Nk": 0}, ["forward_registers"], ["backward_prepare", "backward_finish"]),
-    ({"Nk": 0, "deterministic": True}, ["forward_registers"], ["delta", "backward_dq"]),
-    ({"batch": 0, "bias_shape": (1, 1, 1000, 3000)}, [], ["dbias"]),
-    ({"Nk": 0, "bias_shape": (1, 1, 1000, 1)}, ["forward"],
-     ["normalise", "backward_prepare", "backward_finish", "delta", "dbias"]),
-    ({"Nk": 0, "bias_shape": (1, 1, 1000, 0)}, ["forward"],
-     ["normalise", "backward_prepare", "backward_finish"]),
+    ({"heads_q": 0}, [], ["backward_sm80"]),
+    ({"Nq": 0}, [], ["backward_sm80"]),
+    ({"Nk": 0}, ["forward_sm80"], ["backward_preprocess", "backward_postprocess"]),
+    ({"Nk": 0, "deterministic": True}, ["forward_sm80"],
+     ["backward_preprocess", "dq_wmma"]),
+    ({"batch": 0, "bias_shape": (1, 1, 1000, 3000)}, [], ["dbias_wmma"]),
+    ({"Nk": 0, "bias_shape": (1, 1, 1000, 1)}, ["forward_wmma"],
+     ["normalise", "backward_preprocess", "backward_postprocess", "dbias_wmma"]),
+    ({"Nk": 0, "bias_shape": (1, 1, 1000, 0)}, ["forward_wmma"],
+     ["normalise", "backward_preprocess", "backward_postprocess"]),
 ], ids=str)
 def test_nothing_is_launched_for_nothing(change, forward, backward):
     """But what exists is written: gradients without contributions are zeroed by their kernel."""
@@ -280,14 +287,14 @@ def test_workspace_stays_linear():
         p = problem(batch=1, heads_q=1, heads_k=1, Nq=N, Nk=N)
         assert make_plan("backward", p, H200).workspace_bytes == 4 * N * (64 + 2)
         one_writer = replace(p, deterministic=True)
-        assert make_plan("backward", one_writer, H200).workspace_bytes == 4 * N
+        assert make_plan("backward", one_writer, H200).workspace_bytes == 4 * N * 2
         forward = make_plan("forward", p, H200).workspace_bytes
         assert forward <= 2 * H200.sms * 64 * (64 + 1) * 4
 
 
 def test_a_plan_says_what_it_does_and_why():
     text = str(make_plan("backward", problem(copied=("k",)), H200))
-    for part in ("cuda 0, H200, sm_90, 132", "copied", "backward_fused: Br 64, Bc 128",
+    for part in ("cuda 0, H200, sm_90, 132", "copied", "backward_sm80: Br 64, Bc 128",
                  "blocks of 128", "bytes shared; dK and dV of 32 keys",
                  "workspace state: 65,536 bytes"):
         assert part in text, part

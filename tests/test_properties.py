@@ -2,13 +2,14 @@
 
 import numpy as np
 from answers import answers_to, floors, judge
-from cases import DATA, DTYPES, Case, inputs
+from cases import DATA, DTYPES, Case, forms, inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import DRAWS
 from test_layout import VIEWS, unaligned
 
 import cupy_flash as cf
+from cupy_flash.options import ARRAYS
 from cupy_flash.plan import tuned
 
 SIZES = st.one_of(st.integers(0, 8), st.integers(0, 130), st.sampled_from((95, 96, 97, 192, 193)))
@@ -17,57 +18,29 @@ SIDES = st.one_of(st.none(), st.integers(0, 3), st.integers(0, 220))
 
 
 @st.composite
-def axes(draw, full):
-    """Some broadcast form of the axes `full`: leading ones dropped, any one replaced by `1`."""
-    kept = full[draw(st.integers(0, len(full) - 1)):]
-    return "".join(draw(st.sampled_from((axis, "1"))) for axis in kept)
-
-
-@st.composite
 def problems(draw, data=tuple(DATA)):
-    """A `Case` with any options, and the broadcast shape of its mask (None: no mask)."""
+    """A `Case` with any options."""
     ndim = draw(st.integers(2, 4))
     Hk = 1 if ndim == 2 else draw(st.integers(1, 3))
     B = 1 if ndim < 4 else draw(st.integers(1, 3))
     Nq, Nk = draw(SIZES), draw(SIZES)
     dtype = draw(st.sampled_from(tuple(DTYPES)))
     d = draw(HEAD_DIMS)
-    full = "bhqk"[4 - ndim:]
-    lens = {
-        name: draw(st.none() | st.tuples(*[st.integers(0, N)] * B))
-        for name, N in (("q_lens", Nq), ("kv_lens", Nk))
-    }
-    bias = draw(st.none() | axes(full))
-    case = Case(
+    arrays = {name: draw(st.none() | st.sampled_from(forms(option, ndim)))
+              for name, option in ARRAYS.items()}
+    return Case(
         "drawn", Nq=Nq, Nk=Nk, d=d, d_v=draw(st.just(d) | HEAD_DIMS), B=B, Hk=Hk,
         Hq=1 if ndim == 2 else Hk * draw(st.integers(1, 4)), ndim=ndim, dtype=dtype,
         scale=draw(st.sampled_from((None, None, 0.0, -0.2, 0.7))),
         causal=draw(st.booleans()),
         q_offset=draw(st.none() | st.integers(-140, 140)),
         window=draw(st.none() | st.tuples(SIDES, SIDES)),
-        bias=bias,
-        # Wide gradients of narrow inputs have a test of their own, with a wide `out`.
-        bias_dtype=draw(st.sampled_from((None, "bfloat16", "float16", dtype))) if bias else None,
-        bias_holes=draw(st.booleans()),
         softcap=draw(st.sampled_from((None, None, 0, 0.5, 5.0, 50.0))),
-        alibi=draw(st.sampled_from((None, None, "h", "bh"))),
         precision=draw(st.sampled_from((None, "tf32", "tf32x3"))) if dtype == "float32" else None,
+        arrays=tuple((name, axes) for name, axes in arrays.items() if axes is not None),
         data=draw(st.sampled_from(data)) if min(Nq, Nk) > 0 else "normal",
         seed=draw(st.integers(0, 2**32 - 1)),
-        **lens,
     )
-    return case, draw(st.none() | axes(full))
-
-
-def drawn_inputs(case, mask_axes):
-    """The `Inputs`, with a random mask of the drawn shape."""
-    x = inputs(case)
-    if mask_axes is not None:
-        size = {"b": case.B, "h": case.Hq, "q": case.Nq, "k": case.Nk, "1": 1}
-        rng = np.random.default_rng(case.seed)
-        shape = [size[axis] for axis in mask_axes]
-        x.options["mask"] = rng.random(shape) < rng.choice((0.05, 0.5, 0.95))
-    return x
 
 
 def compute(backend, x, views=(), **more):
@@ -78,7 +51,7 @@ def compute(backend, x, views=(), **more):
     """
     y = backend.move(x)
     arrays = {"q": y.q, "k": y.k, "v": y.v, "dout": y.dout, "dlse": y.dlse}
-    arrays |= {n: y.options[n] for n in ("mask", "bias") if n in y.options}
+    arrays |= {n: y.options[n] for n in ARRAYS if n in y.options}
     for (name, array), view in zip(arrays.items(), views, strict=False):
         # A GPU can neither read nor write an element across its alignment: test_layout has that.
         if backend.name == "cuda" and view is unaligned:
@@ -97,7 +70,7 @@ def compute(backend, x, views=(), **more):
 @settings(max_examples=100)
 @given(problem=problems(), views=st.lists(st.none() | st.sampled_from(VIEWS), max_size=7))
 def test_agrees_with_the_reference(backend, problem, views):
-    x = drawn_inputs(*problem)
+    x = inputs(problem)
     judge(f"{problem}", compute(backend, x, views), *answers_to(x), floors(x), DRAWS)
 
 
@@ -105,7 +78,7 @@ def test_agrees_with_the_reference(backend, problem, views):
 @given(problem=problems(), Br=st.integers(1, 12), Bc=st.integers(1, 20),
        lazy=st.sampled_from((None, 0.0, 1.0, 60.0)))   # e^89 overflows in float32
 def test_tiles_change_nothing_but_rounding(backend, problem, Br, Bc, lazy):
-    x = drawn_inputs(*problem)
+    x = inputs(problem)
     with tuned(Br=16 * Br, Bc=6 * Bc, lazy=lazy):
         got = compute(backend, x)
     judge(f"{problem}", got, *answers_to(x), floors(x), DRAWS)
@@ -115,7 +88,7 @@ def test_tiles_change_nothing_but_rounding(backend, problem, Br, Bc, lazy):
 @given(problem=problems(("normal", "mean1")))
 def test_rows_that_see_nothing_and_keys_that_nobody_sees(backend, problem):
     """Exact zeros, and never a NaN, wherever nothing is seen."""
-    x = drawn_inputs(*problem)
+    x = inputs(problem)
     got = compute(backend, x)
     want, _ = answers_to(x)
     for name, array in got.items():

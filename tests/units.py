@@ -18,11 +18,12 @@ from typing import NamedTuple
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import nvrtc  # noqa: E402
+from problems import problem_of  # noqa: E402
 
 from cupy_flash.backends.cuda.unit import unit  # noqa: E402
 from cupy_flash.device import GpuDevice  # noqa: E402
 from cupy_flash.plan import make_plan  # noqa: E402
-from cupy_flash.problem import Mask, Problem  # noqa: E402
+from cupy_flash.problem import Mask  # noqa: E402
 
 TABLE = Path(__file__).parent / "resources.json"
 # KiB of shared memory that a block can have, by compute capability.
@@ -32,6 +33,7 @@ KINDS = (("bfloat16", None), ("float16", None), ("float32", "tf32x3"), ("float32
 # Two kinds of a line share tiles: in a test one of them stands for both.
 TWINS = {"float16": "bfloat16", "tf32": "tf32x3"}
 # Head dims (d, d_v), widest first, so that a row is compiled for the widest heads that it serves.
+BIAS = 1, 1, 64, 1          # its shape, of which dbias is not that of the scores
 WIDTHS = ((256, 256), (192, 192), (128, 128), (96, 96), (64, 64), (16, 16))
 
 
@@ -56,27 +58,29 @@ def device(arch):
 
 @cache
 def all_units(arch):
-    """Each row that the planner can choose on an architecture, features off and on, each kind."""
+    """Each row that the planner can choose on an architecture, options off and on, each kind."""
     found = {}
     for dtype, precision in KINDS:
         for d, d_v in WIDTHS:
-            # Plain, with features, and what only a fixed order of sums leads to.
-            for features, deterministic in ((False, False), (True, False), (False, True)):
-                problem = Problem(1, 1, 1, 64, 65536, d, d_v, dtype, dtype, precision, 1.0, 0.0,
-                                  Mask(), bias_shape=(1, 1, 64, 1) if features else None,
-                                  deterministic=deterministic)
+            # Plain, with all options, and what only a fixed order of sums leads to.
+            for options, deterministic in ((False, False), (True, False), (False, True)):
+                problem = problem_of(
+                    batch=1, heads_q=1, heads_k=1, Nq=64, Nk=65536, d=d, d_v=d_v, dtype=dtype,
+                    out_dtype=dtype, precision=precision, scale=1.0, softcap=5.0 * options,
+                    mask=Mask(), bias_shape=BIAS if options else None, has_mask=options,
+                    has_alibi=options, deterministic=deterministic)
                 for direction in ("forward", "backward"):
                     for launch in make_plan(direction, problem, device(arch)).launches:
                         c = launch.config
                         row = (launch.entry, c.element, c.precision, c.Br, c.Bc, c.warps,
-                               c.features, c.constants)
+                               c.options, c.constants)
                         name, text = unit(launch.entry, c, launch.smem_bytes)
                         found.setdefault(row, Unit(arch, launch.entry, name, text))
     return found
 
 
 def sample():
-    """A part of all units that compiles in two minutes: every row once, with features and without.
+    """A part of all units that compiles in two minutes: every row once, with options and without.
 
     The architectures that can have a row take turns, and so do the two kinds that share it; each
     architecture gets each kernel.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mma.cuh"
+#include "shared.cuh"
 
 namespace cf {
 
@@ -27,18 +28,7 @@ CF_HOST_DEVICE constexpr int panels_bytes(int rows, int columns) {
 
 #ifndef CF_PTX_TWIN
 
-namespace cf {
-
-// An address in the block's shared memory.
-using SmemAddress = uint32;
-
-}  // namespace cf
-
 namespace cf::ptx {
-
-CF_DEVICE SmemAddress smem_address(const void* pointer) {
-  return SmemAddress(__cvta_generic_to_shared(pointer));
-}
 
 // Barriers: eight bytes of shared memory that count arrivals and, where copies report to them,
 // bytes. `arrivals` complete a phase.
@@ -185,10 +175,6 @@ CF_DEVICE void lower_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(registers));
 }
 
-// The block's barrier `id` (1 ... 15): waits until `threads` have come or arrived.
-CF_DEVICE void named_barrier_wait(int id, int threads, const char*) {
-  asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
-}
 CF_DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
@@ -221,13 +207,6 @@ CF_DEVICE void require_zero(uint32 x) {
 
 // 1 for a negative number; 0 for all others and for the NaN that arithmetic gives.
 CF_DEVICE uint32 sign_of(float x) { return __float_as_uint(x) >> 31; }
-
-// 1 / x to one unit in the last place.
-CF_DEVICE float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 }  // namespace cf::ptx
 

@@ -16,36 +16,6 @@
 
 namespace cf::ptx {
 
-// low and high rounded to nearest even, in one word.
-template <typename T>
-CF_DEVICE uint32 pack(float low, float high);
-template <>
-CF_DEVICE uint32 pack<half_t>(float low, float high) {
-  uint32 x;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-  return x;
-}
-template <>
-CF_DEVICE uint32 pack<bfloat16_t>(float low, float high) {
-  uint32 x;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-  return x;
-}
-
-// 2^x to 2 units in the last place; results below 2^-126 are 0.
-CF_DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// 1 / x to a unit in the last place.
-CF_DEVICE float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // The two m16n8 halves of a product, side by side: the second finds A in the operand cache.
 #define CF_MMA_SYNC(form, sum, word)                                                            \
   asm("mma.sync.aligned." form " {%0, %1, %2, %3}, {%8, %9, %10, %11}, {%12, %13}, "            \
@@ -85,7 +55,7 @@ CF_DEVICE void mma(double, double (&c)[8], const double (&a)[4], const double (&
 #undef CF_MMA_SYNC
 
 // The fragments of wmma/product.cuh in TF32. wmma.mma sums 4 products at a time where mma.sync sums
-// 8, and the scores of all kernels must be the same to the bit (see tile/chain.cuh).
+// 8, and the scores of all kernels must be the same to the bit (see attention/sums.cuh).
 template <>
 struct Wmma<float> {
   static constexpr int side = 16, depth = 8;

@@ -25,7 +25,7 @@ CF_DEVICE void keep_in_memory(T& x) {
 struct Shared {
   uint32 address;
 
-  CF_DEVICE explicit Shared(const void* pointer) : address(shared_address(pointer)) {}
+  CF_DEVICE explicit Shared(const void* pointer) : address(smem_address(pointer)) {}
   // The same, computed here and nowhere else.
   CF_DEVICE Shared kept() const {
     Shared same = *this;
@@ -75,9 +75,9 @@ CF_DEVICE void wait_for_copies(const char*) {
   asm volatile("cp.async.wait_group %0;" : : "n"(open) : "memory");
 }
 
-// A barrier of `threads` threads, whole warps, by its number from 1 to 15.
-CF_DEVICE void barrier(int number, int threads, const char*) {
-  asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(threads) : "memory");
+// The block's barrier `id` (1 ... 15): waits until `threads` have come or arrived.
+CF_DEVICE void named_barrier_wait(int id, int threads, const char*) {
+  asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace cf::ptx

@@ -6,12 +6,12 @@
 namespace cf {
 
 template <typename Config>
-struct BackwardDkdvTraits : GradientTraits<Config, Keeps::P_and_dS> {
+struct DkdvWmmaTraits : GradientTraits<Config, Keeps::P_and_dS> {
   static constexpr int smem_bytes = GradientTraits<Config, Keeps::P_and_dS>::common_bytes;
 };
 
 template <typename Config>
-struct BackwardDqTraits : GradientTraits<Config, Keeps::dS> {
+struct DqWmmaTraits : GradientTraits<Config, Keeps::dS> {
   static constexpr int smem_bytes =
       GradientTraits<Config, Keeps::dS>::common_bytes + Config::Bc * int(sizeof(int));   // + seen
 };
@@ -30,9 +30,7 @@ CF_DEVICE void backward_keys(const BackwardParams& p,
   load_keys(t, p, b, head_k, key0, 0, keys);
   Accumulators<Config, Bc, d> dk;
   Accumulators<Config, Bc, d_v> dv;
-  const int64 q_len = length(p.q_lens, b, p.Nq), kv_len = length(p.kv_lens, b, p.Nk);
-  const int64 offset = offset_of(p, q_len, kv_len);
-  const Range queries = visible_queries(p, key0, key0 + keys, q_len, kv_len, offset);
+  const Range queries = visible_queries(p, open_sequence(p, b), key0, key0 + keys);
   // From a whole tile on: the sums are then the same whether a mask or a range hides keys.
   int64 first = queries.first * p.group / Br * Br, end = queries.end * p.group;
   if constexpr (has_pieces<Config>()) {
@@ -49,38 +47,38 @@ CF_DEVICE void backward_keys(const BackwardParams& p,
     ptx::sync_block("products_written");                // S and dP
     gradient_tile(t, p, rows, key0);
     ptx::sync_block("gradients_written");               // P and dS
-    multiply<Br>(dv, transposed<Bc>(t.P), as_is<d_v>(t.dO));     // dV += P^T dO
-    multiply<Br>(dk, transposed<Bc>(t.dS), as_is<d>(t.Q));       // dK += dS^T Q
+    if constexpr (wants<Config>(DV)) {
+      multiply<Br>(dv, transposed<Bc>(t.P), as_is<d_v>(t.dO));   // dV += P^T dO
+    }
+    if constexpr (wants<Config>(DK)) {
+      multiply<Br>(dk, transposed<Bc>(t.dS), as_is<d>(t.Q));     // dK += dS^T Q
+    }
   }
-  if constexpr (has_pieces<Config>()) {
-    const int64 head = b * p.heads_k + head_k;
-    add_rows_to(sums_of<T>(p, p.dk_sums, p.d, split, head), key0, keys, int(p.d), dk, where,
-                T(p.scale), piece.first);
-    add_rows_to(sums_of<T>(p, p.dv_sums, p.d_v, split, head), key0, keys, int(p.d_v), dv, where,
-                T(1), piece.first);
-  } else {
-    const PackedRows lines(key0, 1);
-    store_rows(p.dk, p.dk.address + b * p.dk.b + head_k * p.dk.h, lines, keys, int(p.d), dk, where,
-               Uniform<T>{T(p.scale)});
-    store_rows(p.dv, p.dv.address + b * p.dv.b + head_k * p.dv.h, lines, keys, int(p.d_v), dv,
-               where, Uniform<T>{T(1)});
-  }
+  const auto store_keys = [&](const Tensor& to, uint64 sums, int64 columns, const auto& acc,
+                              T scale) {
+    if constexpr (has_pieces<Config>()) {
+      add_rows_to(sums_of<T>(p, sums, columns, split, b * p.heads_k + head_k), key0, keys,
+                  int(columns), acc, where, scale, piece.first);
+    } else {
+      store_rows(to, head_address(to, b, head_k), PackedRows(key0, 1), keys, int(columns), acc,
+                 where, Uniform<T>{scale});
+    }
+  };
+  if constexpr (wants<Config>(DK)) store_keys(p.dk, p.dk_sums, p.d, dk, T(p.scale));
+  if constexpr (wants<Config>(DV)) store_keys(p.dv, p.dv_sums, p.d_v, dv, T(1));
 }
 
 // Tasks: tiles of keys of a key head, each once per split of the rows.
 template <typename Config>
-CF_DEVICE void backward_dkdv(const BackwardParams& p) {
+CF_DEVICE void dkdv_wmma(const BackwardParams& p) {
   CF_DYNAMIC_SHARED(memory);
   const GradientTiles<Config, Keeps::P_and_dS> t(memory);
   const Where<Config> where = find_where<Config>(t.S);
   const int64 tiles = ceil_div(p.Nk, int64(Config::Bc));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
-    const int64 i = has_pieces<Config>() ? task / p.row_splits : task;
-    const int64 split = has_pieces<Config>() ? task % p.row_splits : 0;
-    const int64 tile = i % tiles, sequence = i / tiles;         // the longest causal keys first
-    walk_pieces<Config>(p, split, [&](const RowPiece& piece) {
-      backward_keys<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k,
-                            tile * Config::Bc, piece, split);
+    const SplitTile at = split_tile(p, task, has_pieces<Config>() ? p.row_splits : 1, tiles, false);
+    walk_pieces<Config>(p, at.split, [&](const RowPiece& piece) {
+      backward_keys<Config>(p, t, where, at.b, at.head_k, at.tile * Config::Bc, piece, at.split);
     });
   }
 }
@@ -107,7 +105,7 @@ CF_DEVICE void backward_rows(const BackwardParams& p, const GradientTiles<Config
     ptx::sync_block("products_written");                // S and dP
     gradient_tile(t, p, rows, key0);
     ptx::sync_block("dS_written");                      // and S, to see hidden keys
-    if (hides_keys<Config>(p)) {
+    if constexpr (hides_any<Config>()) {
       find_seen_keys<Config>(seen, t.S, rows.rows, keys);
       ptx::sync_block("seen_found");
       forget_unseen_keys<Config, d>(t.K, seen, keys);
@@ -126,16 +124,14 @@ CF_DEVICE void backward_rows(const BackwardParams& p, const GradientTiles<Config
 
 // Tasks: tiles of query rows of a key head.
 template <typename Config>
-CF_DEVICE void backward_dq(const BackwardParams& p) {
+CF_DEVICE void dq_wmma(const BackwardParams& p) {
   CF_DYNAMIC_SHARED(memory);
   const GradientTiles<Config, Keeps::dS> t(memory);
   const Where<Config> where = find_where<Config>(t.S);
   const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
-    const int64 tile = tiles - 1 - task % tiles;        // the longest causal rows first
-    const int64 sequence = task / tiles;
-    backward_rows<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k,
-                          tile * Config::Br);
+    const SplitTile at = split_tile(p, task, 1, tiles, true);
+    backward_rows<Config>(p, t, where, at.b, at.head_k, at.tile * Config::Br);
     ptx::sync_block("memory_free");                     // for the next task
   }
 }

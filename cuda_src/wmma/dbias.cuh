@@ -10,11 +10,11 @@
 namespace cf {
 
 template <typename Config>
-struct DbiasTraits : GradientTraits<Config, Keeps::none> {
+struct DbiasWmmaTraits : GradientTraits<Config, Keeps::none> {
   using A = accumulator<typename Config::element>;
   static constexpr int smem_bytes = GradientTraits<Config, Keeps::none>::common_bytes
                                     + tile_bytes<A>(Config::Br, Config::Bc);               // + sums
-  static_assert(Config::features, "a problem with a bias needs the kernels with features");
+  static_assert(has<Config>(BIAS), "there is no dbias without a bias");
 };
 
 // Shared memory of a block. sums: [Br, Bc], each element touched by the thread that owns the score.
@@ -43,12 +43,13 @@ template <typename Config>
 CF_DEVICE void add_to_sums(const DbiasTiles<Config>& t, const BackwardParams& p, const Rows& rows,
                            int64 key0) {
   using A = accumulator<typename Config::element>;
+  const Scaling<A> scaling = scaling_of<Config>(p);
   for (int r = Own<Config>::row(); r < Config::Br; r += Own<Config>::row_step) {
     const ScoreRow<A> row = open_gradient_row<Config, A>(p, rows, r, t.ranges[r]);
     for (int j = Own<Config>::column(); j < Config::Bc; j += Own<Config>::lanes) {
       const int at = r * pitch<A>(Config::Bc) + j;
-      t.sums[at] += softmax_backward<Config>(p, row, t.S[at], t.dP[at], t.lse[r], t.delta[r],
-                                             int(key0) + j).dS;
+      t.sums[at] += gradient_of<Config>(p, row, scaling, t.S[at], t.dP[at], t.lse[r], t.delta[r],
+                                        int(key0) + j).dS;
     }
   }
 }
@@ -87,7 +88,7 @@ CF_DEVICE void store_sums(const BackwardParams& p, const DbiasTiles<Config>& t, 
   const int folded_keys = p.Nbias_k == 1 ? Config::Bc : 1;
   const int rows = int(min(p.Nbias_q - row0, int64(Config::Br)));
   const int keys = int(min(p.Nbias_k - key0, int64(Config::Bc)));
-  const uint64 base = p.dbias.address + b * p.dbias.b + head * p.dbias.h;
+  const uint64 base = head_address(p.dbias, b, head);
   for (int i = int(threadIdx.x); i < rows * keys; i += 32 * Config::warps) {
     const int r = i / keys, j = i % keys;
     A total = A(0);
@@ -102,7 +103,7 @@ CF_DEVICE void store_sums(const BackwardParams& p, const DbiasTiles<Config>& t, 
 
 // Tasks: tiles of dbias.
 template <typename Config>
-CF_DEVICE void dbias(const BackwardParams& p) {
+CF_DEVICE void dbias_wmma(const BackwardParams& p) {
   CF_DYNAMIC_SHARED(memory);
   const DbiasTiles<Config> t(memory);
   const int64 tiles_q = ceil_div(p.Nbias_q, int64(Config::Br));

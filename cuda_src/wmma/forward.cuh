@@ -1,14 +1,14 @@
 // The forward kernel. Dao, "FlashAttention-2" (2023), algorithm 1.
 #pragma once
 
-#include "../tile/softmax.cuh"
-#include "../tile/split.cuh"
+#include "../attention/schedule.cuh"
+#include "softmax.cuh"
 #include "store.cuh"
 
 namespace cf {
 
 template <typename Config>
-struct ForwardTraits {
+struct ForwardWmmaTraits {
   using T = typename Config::element;
   using A = accumulator<T>;
   static constexpr int side = ptx::Wmma<T>::side;
@@ -26,7 +26,7 @@ struct ForwardTraits {
 
 // Shared memory of a block.
 template <typename Config>
-struct ForwardTiles {
+struct ForwardWmmaTiles {
   using T = typename Config::element;
   using A = accumulator<T>;
   T* Q;        // [Br, d]
@@ -38,14 +38,14 @@ struct ForwardTiles {
   KeyRange* ranges;  // [Br]
   int* seen;   // [Bc]
 
-  CF_DEVICE explicit ForwardTiles(unsigned char* memory) {
+  CF_DEVICE explicit ForwardWmmaTiles(unsigned char* memory) {
     Carver carver{memory};
     Q = carver.take<T>(tile_bytes<T>(Config::Br, Config::d));
     K = carver.take<T>(tile_bytes<T>(Config::Bc, Config::d));
     V = carver.take<T>(tile_bytes<T>(Config::Bc, Config::d_v));
     S = carver.take<A>(tile_bytes<A>(Config::Br, Config::Bc));
     P = reinterpret_cast<T*>(S);
-    if constexpr (ForwardTraits<Config>::own_P) {
+    if constexpr (ForwardWmmaTraits<Config>::own_P) {
       P = carver.take<T>(tile_bytes<T>(Config::Br, Config::Bc));
     }
     alpha = carver.take<A>(Config::Br * int(sizeof(A)));
@@ -56,22 +56,24 @@ struct ForwardTiles {
 
 // S: q.k -> scores, for the keys key0 ... of this tile.
 template <typename Config>
-CF_DEVICE void score_tile(const ForwardTiles<Config>& t, const Params& p, const Rows& rows,
+CF_DEVICE void score_tile(const ForwardWmmaTiles<Config>& t, const Params& p, const Rows& rows,
                           int64 key0) {
   using T = accumulator<typename Config::element>;
+  const Scaling<T> scaling = scaling_of<Config>(p);
   for (int r = Own<Config>::row(); r < Config::Br; r += Own<Config>::row_step) {
     const ScoreRow<T> row = open_score_row<Config, T>(p, rows, r, t.ranges[r]);
     T* line = t.S + r * pitch<T>(Config::Bc);
     for (int j = Own<Config>::column(); j < Config::Bc; j += Own<Config>::lanes) {
-      T slope;
-      line[j] = score<Config>(p, row, line[j], int(key0) + j, slope);
+      const OneScore<T, ScoreRow<T>> view = {row, int(key0) + j};
+      finish_scores<Config>(line[j], view, p, scaling, [](int, T) {});
+      hide_keys(line[j], view, -inf<T>());
     }
   }
 }
 
 // S -> P and alpha for all rows of the tile.
 template <typename Config, typename T>
-CF_DEVICE void softmax_tile(const ForwardTiles<Config>& t, Statistics<Config>& state, T lazy) {
+CF_DEVICE void softmax_tile(const ForwardWmmaTiles<Config>& t, Statistics<Config>& state, T lazy) {
 #pragma unroll
   for (int i = 0; i < Own<Config>::rows; ++i) {
     const int r = Own<Config>::row() + i * Own<Config>::row_step;
@@ -85,22 +87,24 @@ CF_DEVICE void softmax_tile(const ForwardTiles<Config>& t, Statistics<Config>& s
 
 // lse, and 1 / l into t.alpha; 0 for rows that see no key and rows behind q_lens.
 template <typename Config>
-CF_DEVICE void finish_rows(const ForwardParams& p, const ForwardTiles<Config>& t, const Rows& rows,
-                           const Statistics<Config>& state, int64 split, int count) {
+CF_DEVICE void finish_rows(const ForwardParams& p, const ForwardWmmaTiles<Config>& t,
+                           const Rows& rows, const Statistics<Config>& state, int64 split,
+                           int count) {
   using T = accumulator<typename Config::element>;
 #pragma unroll
   for (int i = 0; i < Own<Config>::rows; ++i) {
     const int r = Own<Config>::row() + i * Own<Config>::row_step;
     if (r >= count || Own<Config>::column() != 0) continue;
-    const T l = state.l[i];
-    t.alpha[r] = l != T(0) ? T(1) / l : T(0);
-    store_m_and_l(p, rows, r, split, state.m[i], l);
+    const RowEnd<T> end = finish_row<Config>(p, rows.head0 + rows.packed.head(r), r < rows.rows,
+                                             state.m[i], state.l[i]);
+    t.alpha[r] = end.factor;
+    store_end(p, rows, r, split, end);
   }
 }
 
 // The packed rows row0 ... row0 + Br of one key head, over the keys of one split.
 template <typename Config>
-CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& t,
+CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardWmmaTiles<Config>& t,
                             const Where<Config>& where, int64 b, int64 head_k, int64 row0,
                             int64 split) {
   using T = accumulator<typename Config::element>;
@@ -108,8 +112,7 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& 
   load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q),
                                            row0, 0, rows.rows, int(p.d), p.group, p.vector_bytes);
   find_ranges<Config>(t.ranges, p, rows);
-  const uint64 k_base = p.k.address + b * p.k.b + head_k * p.k.h;
-  const uint64 v_base = p.v.address + b * p.v.b + head_k * p.v.h;
+  const uint64 k_base = head_address(p.k, b, head_k), v_base = head_address(p.v, b, head_k);
   Accumulators<Config, Config::Br, Config::d_v> acc;
   Statistics<Config> state;
   const Range range = key_range(p, rows);
@@ -128,7 +131,7 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& 
                                                              transposed<Config::d>(t.K));
     ptx::sync_block("scores_written");
     score_tile<Config>(t, p, rows, key0);
-    if (hides_keys<Config>(p)) {
+    if constexpr (hides_any<Config>()) {
       ptx::sync_block("scores_finished");
       find_seen_keys<Config>(t.seen, t.S, rows.rows, keys);
       ptx::sync_block("seen_found");                    // and S may change
@@ -150,17 +153,14 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardTiles<Config>& 
 
 // Tasks: tiles of query rows of a key head, each once per split of the keys.
 template <typename Config>
-CF_DEVICE void forward(const ForwardParams& p) {
+CF_DEVICE void forward_wmma(const ForwardParams& p) {
   CF_DYNAMIC_SHARED(memory);
-  const ForwardTiles<Config> t(memory);
+  const ForwardWmmaTiles<Config> t(memory);
   const Where<Config> where = find_where<Config>(t.S);
   const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
-    const int64 split = task % p.splits;
-    const int64 tile = tiles - 1 - task / p.splits % tiles;   // the longest causal rows first
-    const int64 sequence = task / (p.splits * tiles);
-    forward_tile<Config>(p, t, where, sequence / p.heads_k, sequence % p.heads_k, tile * Config::Br,
-                         split);
+    const SplitTile at = split_tile(p, task, p.splits, tiles, true);
+    forward_tile<Config>(p, t, where, at.b, at.head_k, at.tile * Config::Br, at.split);
     ptx::sync_block("memory_free");                     // for the next task
   }
 }

@@ -5,9 +5,8 @@
 // gradient has one writer and a fixed order of sums, without atomics and without workspace.
 #pragma once
 
-#include "../delta.cuh"
-#include "../tile/long_sums.cuh"
-#include "../tile/softmax.cuh"
+#include "../attention/gradient.cuh"
+#include "../attention/schedule.cuh"
 #include "store.cuh"
 
 namespace cf {
@@ -76,18 +75,14 @@ CF_DEVICE void load_state(const GradientTiles<Config, keeps>& t, const BackwardP
   find_ranges<Config>(t.ranges, p, rows);
 #pragma unroll 1
   for (int r = int(threadIdx.x); r < Config::Br; r += 32 * Config::warps) {
-    A lse = -inf<A>();
+    A lse = inf<A>(), delta = A(0);
     if (r < rows.rows) {
-      lse = Config::features ? normaliser_of<A>(p, rows, r).reference
-                             : at<const A>(rows.address(p.lse, r));
+      const uint64 state = row_state<A>(p, rows, r);
+      lse = at<const A>(state);
+      delta = at<const A>(state + p.state_rows * int64(sizeof(A)));
     }
-    const bool empty = lse == -inf<A>();
-    t.lse[r] = empty ? inf<A>() : lse;
-    t.delta[r] = A(0);
-    if (!empty) {
-      t.delta[r] = at<const A>(
-          delta_address<A>(p, rows.b, rows.head0 + rows.packed.head(r), rows.packed.query(r)));
-    }
+    t.lse[r] = lse;
+    t.delta[r] = delta;
   }
 }
 
@@ -106,8 +101,7 @@ CF_DEVICE void load_rows(const GradientTiles<Config, keeps>& t, const BackwardPa
 template <typename Config, Keeps keeps>
 CF_DEVICE void load_keys(const GradientTiles<Config, keeps>& t, const BackwardParams& p, int64 b,
                          int64 head_k, int64 key0, int begin, int keys) {
-  const uint64 k_base = p.k.address + b * p.k.b + head_k * p.k.h;
-  const uint64 v_base = p.v.address + b * p.v.b + head_k * p.v.h;
+  const uint64 k_base = head_address(p.k, b, head_k), v_base = head_address(p.v, b, head_k);
   load_tile<Config, Config::Bc, Config::d>(t.K, p.k, k_base, key0, begin, keys, int(p.d), 1,
                                            p.vector_bytes);
   load_tile<Config, Config::Bc, Config::d_v>(t.V, p.v, v_base, key0, begin, keys, int(p.d_v), 1,
@@ -130,13 +124,14 @@ CF_DEVICE void gradient_tile(const GradientTiles<Config, keeps>& t, const Backwa
                              const Rows& rows, int64 key0) {
   using T = typename Config::element;
   using A = accumulator<T>;
+  const Scaling<A> scaling = scaling_of<Config>(p);
   for (int r = Own<Config>::row(); r < Config::Br; r += Own<Config>::row_step) {
     const ScoreRow<A> row = open_gradient_row<Config, A>(p, rows, r, t.ranges[r]);
     const A lse = t.lse[r], delta = t.delta[r];
     const int wide = r * pitch<A>(Config::Bc), narrow = r * pitch<T>(Config::Bc);
     for (int j = Own<Config>::column(); j < Config::Bc; j += Own<Config>::lanes) {
-      const Gradient<A> g = softmax_backward<Config>(p, row, t.S[wide + j], t.dP[wide + j], lse,
-                                                     delta, int(key0) + j);
+      const Gradient<A> g = gradient_of<Config>(p, row, scaling, t.S[wide + j], t.dP[wide + j],
+                                                lse, delta, int(key0) + j);
       if constexpr (keeps == Keeps::P_and_dS) {
         t.P[narrow + j] = to_operand<Config>(g.P);
       } else {

@@ -1,13 +1,13 @@
 // The normalisers of rows with a large lse: the sums of the forward pass once more, without values.
 #pragma once
 
-#include "../tile/normaliser.cuh"
+#include "../attention/gradient.cuh"
 #include "forward.cuh"
 
 namespace cf {
 
 template <typename Config>
-struct NormaliseTraits : ForwardTraits<Config> {};
+struct NormaliseTraits : ForwardWmmaTraits<Config> {};
 
 // lse and 0 for each row of the tile; whether one of them is large.
 template <typename Config>
@@ -16,37 +16,32 @@ CF_DEVICE bool keep_lse(const BackwardParams& p, const Rows& rows) {
   bool large = false;
   for (int r = int(threadIdx.x); r < rows.rows; r += 32 * Config::warps) {
     const T lse = at<const T>(rows.address(p.lse, r));
-    const int64 head = rows.head0 + rows.packed.head(r);
-    at<Normaliser<T>>(normaliser_address<T>(p, rows.b, head, rows.packed.query(r))) = {lse, T(0)};
-    large = large || is_large(lse);
+    at<Normaliser<T>>(normaliser_address<T>(p, rows, r)) = {lse, T(0)};
+    large = large || needs_sums<Config>(p, rows.head0 + rows.packed.head(r), lse);
   }
   return ptx::sync_block_or(large, "some_large");       // and the memory is free
 }
 
-// m and ln l for rows with a large lse that says the same.
+// What the sums of those rows say.
 template <typename Config>
 CF_DEVICE void keep_sums(const BackwardParams& p, const Rows& rows,
                          const Statistics<Config>& state) {
   using T = accumulator<typename Config::element>;
-  constexpr T unit = sizeof(T) == 8 ? T(2.220446049250313e-16) : T(1.1920929e-7f);
 #pragma unroll
   for (int i = 0; i < Own<Config>::rows; ++i) {
     const int r = Own<Config>::row() + i * Own<Config>::row_step;
     if (r >= rows.rows || Own<Config>::column() != 0) continue;
-    const T lse = at<const T>(rows.address(p.lse, r)), log_l = log(state.l[i]);
-    const T difference = state.m[i] + log_l - lse, size = lse < T(0) ? -lse : lse;
-    if (!is_large(lse) || !(difference <= 2 * unit * size && difference >= -2 * unit * size)) {
-      continue;
-    }
+    const T lse = at<const T>(rows.address(p.lse, r));
     const int64 head = rows.head0 + rows.packed.head(r);
-    at<Normaliser<T>>(normaliser_address<T>(p, rows.b, head, rows.packed.query(r))) = {
-        state.m[i], log_l};
+    if (!needs_sums<Config>(p, head, lse)) continue;
+    at<Normaliser<T>>(normaliser_address<T>(p, rows, r)) =
+        normaliser_from<Config>(p, head, lse, state.m[i], state.l[i]);
   }
 }
 
 // The packed rows row0 ... row0 + Br of one key head.
 template <typename Config>
-CF_DEVICE void normalise_tile(const BackwardParams& p, const ForwardTiles<Config>& t, int64 b,
+CF_DEVICE void normalise_tile(const BackwardParams& p, const ForwardWmmaTiles<Config>& t, int64 b,
                               int64 head_k, int64 row0) {
   constexpr int Bc = Config::Bc;
   using T = accumulator<typename Config::element>;
@@ -55,7 +50,7 @@ CF_DEVICE void normalise_tile(const BackwardParams& p, const ForwardTiles<Config
   load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q), row0, 0, rows.rows, int(p.d),
                                            p.group, p.vector_bytes);
   find_ranges<Config>(t.ranges, p, rows);
-  const uint64 k_base = p.k.address + b * p.k.b + head_k * p.k.h;
+  const uint64 k_base = head_address(p.k, b, head_k);
   Statistics<Config> state;
   const Range range = key_range(p, rows);
   for (int64 key0 = range.first / Bc * Bc; key0 < range.end; key0 += Bc) {
@@ -77,7 +72,7 @@ CF_DEVICE void normalise_tile(const BackwardParams& p, const ForwardTiles<Config
 template <typename Config>
 CF_DEVICE void normalise(const BackwardParams& p) {
   CF_DYNAMIC_SHARED(memory);
-  const ForwardTiles<Config> t(memory);
+  const ForwardWmmaTiles<Config> t(memory);
   const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
     const int64 tile = task % tiles, sequence = task / tiles;

@@ -9,9 +9,8 @@
 #pragma once
 
 #include "../ptx/mma.cuh"
-#include "../tile/chain.cuh"
-#include "../tile/long_sums.cuh"
-#include "../tile/tiles.cuh"
+#include "../attention/sums.cuh"
+#include "tiles.cuh"
 
 namespace cf {
 

@@ -11,6 +11,7 @@ from itertools import product
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from cupy_flash.arrays import Layouts
 from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.plan import make_plan
 
@@ -62,11 +63,16 @@ def _problems(number, dtype, d, d_v, options, backward):
         option_sets = _option_sets(options, dtype, (batch, heads_q, Nq, Nk))
         for chosen, result in product(option_sets, results):
             bound, *_ = bind_forward(q, k, v, chosen, None, result)
-            yield replace(bound, gpu=number), "forward"
+            yield on_gpu(bound, number), "forward"
             for order in _deterministic(options) if backward else ():
                 bound, *_ = bind_backward(out, q, k, v, out, lse, chosen, grad_dtype=result,
                                           deterministic=order)
-                yield replace(bound, gpu=number), "backward"
+                yield on_gpu(bound, number), "backward"
+
+
+def on_gpu(problem, number):
+    """The same problem with all arrays on a GPU."""
+    return replace(problem, layouts=Layouts(x._replace(gpu=number) for x in problem.layouts))
 
 
 def _deterministic(options):

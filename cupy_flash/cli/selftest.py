@@ -8,6 +8,7 @@ import cupy_flash as cf
 from cupy_flash import reference
 from cupy_flash.cli import devices
 from cupy_flash.cli.progress import Progress
+from cupy_flash.options import ARRAYS, shape_of
 
 # B, Hq, Hk, Nq, Nk, d, d_v. No length is a multiple of a tile; one case needs several tiles.
 _SHAPES = {
@@ -17,7 +18,10 @@ _SHAPES = {
     "one query": (6, 20, 5, 1, 129, 64, 64),
     "widest head": (2, 4, 2, 9, 35, 256, 40),
 }
-_FEATURES = ("causal", "window", "mask", "bias", "softcap", "alibi_slopes", "lengths")
+_NUMBERS = {"causal": {"causal": True}, "window": {"window": (7, 3), "q_offset": 11},
+            "softcap": {"softcap": 2.5}}
+_ALL = "all arrays"
+_FEATURES = (*_NUMBERS, *ARRAYS, _ALL)
 
 
 @dataclass(frozen=True)
@@ -126,24 +130,25 @@ def _case(name, dtype, seed):
               for key, shape in shapes.items()}
     statistics = np.float64 if dtype == np.float64 else np.float32
     arrays["dlse"] = rng.standard_normal((B, Hq, Nq)).astype(statistics)
-    return Case(f"{name}, {dtype}", dtype, arrays, _options(name, rng, B, Hq, Nq, Nk, dtype))
+    options = _NUMBERS.get(name, {})
+    for option in ARRAYS.values():
+        if name in (option.name, _ALL):
+            # Lengths are what causal attention is aligned by.
+            options = options | ({"causal": True} if option.counts else {})
+            options[option.name] = _array(option, rng, (B, Hq, Nq, Nk), dtype)
+    return Case(f"{name}, {dtype}", dtype, arrays, options)
 
 
-def _options(name, rng, B, Hq, Nq, Nk, dtype):
-    """The options of the feature `name`; none for the name of a shape."""
-    lens = {"q_lens": Nq, "kv_lens": Nk}
-    return {
-        "causal": lambda: {"causal": True},
-        "window": lambda: {"window": (7, 3), "q_offset": 11},
-        "mask": lambda: {"mask": rng.random((B, 1, Nq, Nk)) < 0.5},
-        "bias": lambda: {"bias": rng.standard_normal((Hq, Nq, Nk)).astype(dtype)},
-        "softcap": lambda: {"softcap": 2.5},
-        "alibi_slopes": lambda: {"alibi_slopes": rng.random(Hq).astype(np.float32)},
-        "lengths": lambda: {
-            "causal": True,
-            **{key: rng.integers(1, n, B, dtype=np.int32) for key, n in lens.items()},
-        },
-    }.get(name, dict)()
+def _array(option, rng, scores, dtype):
+    """A random array with all axes of an option, in the dtype of q where it may have that."""
+    shape = shape_of(option.axes, scores)
+    if option.counts:
+        (extent,) = shape_of(option.counts, scores)
+        return rng.integers(1, extent, shape, dtype=np.int32)
+    if option.dtypes == ("bool",):
+        return rng.random(shape) < 0.5
+    x = rng.standard_normal(shape)
+    return x.astype(dtype if dtype.name in option.dtypes else option.dtypes[0])
 
 
 def _by_reference(case, forward, backward, **how):

@@ -13,6 +13,8 @@ __all__ = ["Buffer", "CpuConfig", "CudaConfig", "Launch", "Plan", "make_plan", "
 _DEFAULT = CpuConfig()
 _CPU = ContextVar("cupy_flash_cpu", default=_DEFAULT)
 _CUDA = ContextVar("cupy_flash_cuda", default=None)      # a `cuda.Tuning`; None: the usual one
+# What `tuned` has set here and now: with problem and device all that a plan follows from.
+cpu_settings, cuda_settings = _CPU.get, _CUDA.get
 
 
 def make_plan(direction, problem, device):

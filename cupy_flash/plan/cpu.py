@@ -99,24 +99,28 @@ def plan_forward(problem, device, config):
 
 
 def plan_backward(problem, device, config):
-    """`backward`, `reduce_chunks` if it left accumulators, `dbias` if there is a bias."""
+    """`backward`, `reduce_chunks` if it left accumulators, `dbias` if that is wanted."""
     config = _fit(problem, config)
     heads = problem.batch * problem.heads_k
     if heads == 0:
         return Plan("backward", problem, device, (), ())
     tiles = ceil(problem.group * problem.Nq / config.Br)
-    chunks = _chunks(problem, config, tiles)
+    widths = [width for name, width in (("dk", problem.d), ("dv", problem.d_v))
+              if name in problem.wrt]
+    chunks = _chunks(problem, config, tiles) if widths else max(1, tiles)
     threads = 1 if _is_small(problem, 10) else device.threads
     by_tiles = tiles > chunks and busy(heads * chunks, threads) < 0.9
     tasks = heads * (tiles if by_tiles else chunks)
     launches = [
         Launch("backward", config, tasks, min(threads, tasks), chunks,
-               _backward_reason(heads, chunks, by_tiles))
+               _backward_reason(heads, chunks, by_tiles) if widths
+               else "one task per tile of query rows, for no sums over rows are wanted")
     ]
     levels = 2 if ceil(tiles / chunks) > NEAR_TILES else 1
-    keys = levels * sum(tile_elements(problem.Nk + MICRO_ROWS, columns, _itemsize(problem))
-                        for columns in (problem.d, problem.d_v))
-    apart = by_tiles or chunks > 1      # accumulators of their own, not in the slabs
+    keys = levels * sum(tile_elements(problem.Nk + MICRO_ROWS, width, _itemsize(problem))
+                        for width in widths)
+    # Accumulators of their own, not in the slabs.
+    apart = by_tiles or (chunks > 1 and bool(widths))
     slab = backward_slab(problem, config)
     workspace = [_slab(launches[0].threads, slab + (0 if apart else keys), problem)]
     if apart:
@@ -124,11 +128,11 @@ def plan_backward(problem, device, config):
         blocks = heads * ceil(problem.Nk / KEY_BLOCK)
         launches.append(
             Launch("reduce_chunks", config, blocks, max(1, min(launches[0].threads, blocks)),
-                   chunks, "stores dk and dv, the sums of the chunks, added in pairs")
+                   chunks, "stores the gradients of keys, the sums of the chunks, added in pairs")
         )
     if by_tiles:
         workspace.append(Buffer("turns", heads * tiles, "int64"))
-    if problem.bias_shape and 0 not in problem.bias_shape:
+    if problem.wants_dbias:
         b, h, n, c = problem.bias_shape
         tasks = b * h * ceil(n / config.Br) * ceil(c / config.Bc)
         rows = problem.batch * problem.heads_q * problem.Nq
@@ -178,6 +182,7 @@ def forward_slab(problem, config):
 def backward_slab(problem, config):
     """Elements of scratch of a backward worker, tile for tile as `carve_tiles` carves them."""
     p, Br, Bc = problem, config.Br + MICRO_ROWS, config.Bc + MICRO_ROWS
+    far_rows = config.Br if "dq" in p.wrt and p.Nk > NEAR_KEYS else 0
     tiles = [
         (Br, p.d),
         (p.d, config.Br),
@@ -188,14 +193,14 @@ def backward_slab(problem, config):
         (Bc, config.Br),
         (Bc, config.Br),
         (Bc, config.Br),
-        (Br, p.d),
-        (config.Br if p.Nk > NEAR_KEYS else 0, p.d),
-        (config.Br if p.Nk > NEAR_KEYS else 0, p.d),
+        (Br if "dq" in p.wrt else 0, p.d),
+        (far_rows, p.d),
+        (far_rows, p.d),
         (1, p.d_v),
         (3, config.Br),
         (7, config.Br),
     ]
-    if p.bias_shape:
+    if p.wants_dbias:
         tiles += [(config.Bc, config.Br)] * 2
     return sum(tile_elements(*tile, _itemsize(p)) for tile in tiles)
 

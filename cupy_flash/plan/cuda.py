@@ -3,21 +3,29 @@
 from dataclasses import dataclass, replace
 from math import ceil
 
-from . import cuda_fused, cuda_hopper, cuda_hopper_backward, cuda_registers, cuda_tiles, long_sums
+from . import (
+    cuda_backward_sm80,
+    cuda_backward_sm90,
+    cuda_forward_sm80,
+    cuda_forward_sm90,
+    cuda_wmma,
+    long_sums,
+)
 from .kernel import FRAGMENT, Kernel, Refusal
 from .types import LAZY, Buffer, CudaConfig, Launch, Plan
 
 SPLIT_KEYS = 512        # a split below this costs more in merging than idle multiprocessors
-ROWS_PER_BLOCK = 4      # of delta and combine, one warp each
+ROWS_PER_BLOCK = 4      # of combine and backward_sum, one warp each
 
 # All kernels. Of those that compute a pass the first that offers to is taken.
 KERNELS = (
-    *cuda_hopper.KERNELS, *cuda_hopper_backward.KERNELS,
-    *cuda_registers.KERNELS, *cuda_fused.KERNELS,
-    *cuda_tiles.KERNELS,
-    Kernel("combine", "combine.cuh", "ForwardParams"),
-    Kernel("delta", "delta.cuh", "BackwardParams"),
-    Kernel("backward_sum", "backward_sum.cuh", "BackwardParams"),
+    *cuda_forward_sm90.KERNELS, *cuda_backward_sm90.KERNELS,
+    *cuda_forward_sm80.KERNELS, *cuda_backward_sm80.KERNELS,
+    *cuda_wmma.KERNELS,
+    Kernel("combine", "rows/combine.cuh", "ForwardParams"),
+    Kernel("backward_preprocess", "rows/preprocess.cuh", "BackwardParams"),
+    Kernel("backward_postprocess", "rows/postprocess.cuh", "BackwardParams"),
+    Kernel("backward_sum", "rows/backward_sum.cuh", "BackwardParams"),
 )
 _BY_ENTRY = {kernel.entry: kernel for kernel in KERNELS}
 
@@ -91,14 +99,39 @@ def plan_forward(problem, device, tuning):
 
 
 def plan_backward(problem, device, tuning):
-    """One walk over the rows for all gradients; the general kernels for what has none."""
-    kernel, offer, refusals = _choose("backward", problem, device, tuning)
-    main = _launch_over_rows(kernel, offer, problem, device)
-    if offer.around:
-        launches, workspace = _plan_one_walk(problem, device, main, offer.around, tuning)
-    else:
-        launches, workspace = _plan_general_backward(problem, device, main, tuning)
-    return _plan("backward", problem, device, launches, workspace, refusals)
+    """One loop over the rows for all gradients, or a kernel for dk and dv and one for dq."""
+    p = problem
+    kernel, offer, refusals = _choose("backward", p, device, tuning)
+    main = _launch_over_rows(kernel, offer, p, device)
+    fused, writes_dbias = offer.around is not None, dict(main.config.constants).get("dbias")
+    around = offer.around or cuda_backward_sm80.around(main.config)
+    launches, workspace = _normalise(p, device, tuning)
+    launches.append(_around("backward_preprocess", p, around, "lse and delta of each row"))
+    rows = _tiles_of_rows(p, around) * around.Br
+    workspace.append(Buffer("state", 2 * rows, p.accumulator))
+    if writes_dbias or any(x in p.wrt for x in (("dq", "dk", "dv") if fused else ("dk", "dv"))):
+        launches.append(main)
+    if "dq" in p.wrt and fused:
+        launches.append(_around("backward_postprocess", p, around, "dq from its sums"))
+        workspace.append(Buffer("dq_sums", rows * around.d, p.accumulator))
+    elif "dq" in p.wrt:
+        launches.append(_part("dq_wmma", p, device, tuning))
+    sums, buffers = _sum_of_splits(p, main)
+    if p.wants_dbias and not writes_dbias:
+        sums.append(_part("dbias_wmma", p, device, tuning))
+    return _plan("backward", p, device, launches + sums, workspace + buffers, refusals)
+
+
+def _around(entry, problem, config, reason):
+    """A small kernel before or behind the ones that compute gradients."""
+    config = replace(config, options=problem.compiled("backward", False))
+    return _launch(entry, config, _tiles_of_rows(problem, config), 1, 0, reason)
+
+
+def _tiles_of_rows(problem, config):
+    """Tiles of packed rows of all key heads."""
+    p = problem
+    return p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
 
 
 def _launch_over_rows(kernel, offer, problem, device):
@@ -114,45 +147,13 @@ def _launch_over_rows(kernel, offer, problem, device):
 def _sum_of_splits(problem, main):
     """The launches and buffers that a walk in pieces needs beside itself."""
     p = problem
-    if "pieces" not in dict(main.config.constants):
+    buffers = [(name, columns) for name, columns in (("dk", p.d), ("dv", p.d_v)) if name in p.wrt]
+    if "pieces" not in dict(main.config.constants) or not buffers:
         return [], []
     keys = p.batch * p.heads_k * p.Nk
     launch = _row_launch("backward_sum", p, keys, main.splits, "adds up the splits, in order")
-    return [launch], [Buffer("dk_sums", main.splits * keys * p.d, p.accumulator),
-                      Buffer("dv_sums", main.splits * keys * p.d_v, p.accumulator)]
-
-
-def _plan_one_walk(problem, device, main, around, tuning):
-    """The kernel of all gradients, between two small ones that are compiled for `around`."""
-    p = problem
-    tiles = p.batch * p.heads_k * ceil(p.group * p.Nq / main.config.Br)
-    launches, workspace = _normalise(p, device, tuning)
-    prepare = replace(around, features=bool(launches))
-    launches += [
-        _launch("backward_prepare", prepare, tiles, 1, 0, "lse and delta by tiles, zeros for dq"),
-        main,
-        _launch("backward_finish", around, tiles, 1, 0, "dq from its sums"),
-    ]
-    state, sums = cuda_fused.workspace(p, main.config)
-    more, buffers = _sum_of_splits(p, main)
-    launches += more
-    workspace += [Buffer("state", state, p.accumulator), Buffer("dq_sums", sums, p.accumulator),
-                  *buffers]
-    if p.bias_shape and 0 not in p.bias_shape and not cuda_fused.writes_dbias(p):
-        launches += [_delta(p), _part("dbias", p, device, tuning)]
-        workspace.append(_delta_buffer(p))
-    return launches, workspace
-
-
-def _plan_general_backward(problem, device, main, tuning):
-    """`delta`, one kernel for dk and dv, one for dq, and `dbias` if there is a bias."""
-    p = problem
-    launches, workspace = _normalise(p, device, tuning)
-    more, buffers = _sum_of_splits(p, main)
-    parts = ["backward_dq", "dbias"] if p.bias_shape else ["backward_dq"]
-    launches += [_delta(p), main, *more, *(_part(x, p, device, tuning) for x in parts)]
-    workspace += [_delta_buffer(p), *buffers]
-    return launches, workspace
+    return [launch], [Buffer(f"{name}_sums", main.splits * keys * columns, p.accumulator)
+                      for name, columns in buffers]
 
 
 def _normalise(problem, device, tuning):
@@ -163,15 +164,6 @@ def _normalise(problem, device, tuning):
     launch = replace(_part("normalise", p, device, tuning),
                      reason="m and ln l of rows with a large lse")
     return [launch], [Buffer("normalisers", 2 * _rows(p), p.accumulator)]
-
-
-def _delta(problem):
-    return _row_launch("delta", problem, _rows(problem), 1,
-                       "rowsum(dO * O) - dlse, once for all that follow")
-
-
-def _delta_buffer(problem):
-    return Buffer("delta", _rows(problem), problem.accumulator)
 
 
 def _rows(problem):
@@ -201,10 +193,12 @@ def _splits(problem, tasks, config, device, split_keys):
 def _row_launch(entry, problem, rows, splits, reason):
     """A kernel with a warp a row, which knows nothing of tiles: few variants serve all problems."""
     element, precision = problem.dtype, problem.precision
+    options = problem.compiled("backward", False)
     if entry == "combine":
         element, precision = problem.accumulator, None
+        options = problem.compiled("forward", False)
     config = CudaConfig(element, precision, FRAGMENT, FRAGMENT, ROWS_PER_BLOCK, FRAGMENT,
-                        ROWS_PER_BLOCK, features=False, lazy=LAZY)
+                        ROWS_PER_BLOCK, options, lazy=LAZY)
     return _launch(entry, config, ceil(rows / ROWS_PER_BLOCK), splits, 0, reason)
 
 

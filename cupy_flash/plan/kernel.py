@@ -130,6 +130,12 @@ class Candidate(Kernel):
         raise NotImplementedError
 
 
+def wanted(problem):
+    """The constant of a backward kernel that computes some gradients of q, k and v and not all."""
+    asked = [name in problem.wrt for name in ("dq", "dk", "dv")]
+    return () if all(asked) else (("wants", sum(bit << i for i, bit in enumerate(asked))),)
+
+
 def kind_of(dtype, precision=None):
     """The key of a table of tiles: both 16-bit types share theirs, float32 has two."""
     return "16-bit" if dtype in ("float16", "bfloat16") else precision or dtype

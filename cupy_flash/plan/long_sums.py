@@ -2,7 +2,7 @@
 
 Tensor cores cut off what a sum cannot hold, all to one side: on an H200 a sum of n equal terms of
 16 bits is off by 6e-9 n of itself. Rounded additions are off by a few units at 2^13 terms, and by
-more where there are more. `cuda_src/tile/long_sums.cuh` has the other half.
+more where there are more. `cuda_src/attention/long_sums.cuh` has the other half.
 """
 
 from dataclasses import replace

@@ -68,8 +68,8 @@ class CudaConfig:
         Packed query rows and keys of a tile.
     warps : int
         Warps of a block.
-    features : bool
-        Whether the code for mask, bias, softcap and ALiBi is compiled in.
+    options : tuple of str
+        The options that are compiled in: a call's own, by `Option.text`.
     lazy : float
         As in `CpuConfig`; an argument of the kernel.
     constants : tuple of (str, int)
@@ -84,7 +84,7 @@ class CudaConfig:
     Br: int
     Bc: int
     warps: int
-    features: bool
+    options: tuple[str, ...]
     lazy: float = 0.0
     constants: tuple[tuple[str, int], ...] = ()
 

@@ -130,7 +130,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::vector<unsigned> ready;             // fibers that can go on
-  Meeting all, numbered[16];
+  Meeting all;
   unsigned alive = 0;
   unsigned yes[2] = {};                    // the last votes that somebody said yes in
   std::map<unsigned long long, PhaseBarrier> barriers;   // by address
@@ -249,7 +249,6 @@ __attribute__((noinline)) inline bool run_block(Block& b) {
   block = &b;
   b.alive = b.threads;
   b.all.waiting.clear();
-  for (Meeting& meeting : b.numbered) meeting.waiting.clear();
   b.yes[0] = b.yes[1] = 0;
   b.ready.clear();
   for (Warp& w : b.warps) w.meeting.waiting.clear();

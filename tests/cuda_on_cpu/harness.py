@@ -17,17 +17,17 @@ from pathlib import Path
 
 import numpy as np
 
-from cupy_flash.axes import as_given, four_axes
-from cupy_flash.backends.cpu import missing
+from cupy_flash.axes import four_axes
 from cupy_flash.backends.cuda import params, source, tensor_maps
 from cupy_flash.backends.cuda.unit import params_bytes, unit
 from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.device import GpuDevice
 from cupy_flash.plan import make_plan, tuned
 from cupy_flash.plan.cuda import KERNELS, kernel_of
-from cupy_flash.plan.cuda_fused import FusedTile
-from cupy_flash.plan.cuda_tiles import Tile
+from cupy_flash.plan.cuda_backward_sm80 import FusedTile
+from cupy_flash.plan.cuda_wmma import Tile
 from cupy_flash.plan.kernel import ONE_TASK
+from cupy_flash.results import missing, numpy_arrays
 
 HERE = Path(__file__).parent
 # None where the fibers cannot run: they need the contexts and the memory map of Linux.
@@ -79,11 +79,11 @@ def compile_unit(stem, text, name, params, flags):
 
 def kernels_with(Br, Bc, warps, registers, hopper, fused):
     """All kernels, with these tiles instead of those of their tables, for problems of any size."""
-    changes = {"forward_registers": {"rows": (registers,) if registers else ()},
-               "backward_fused": {"rows": (FusedTile(256, *fused, 1, "of a test"),) if fused
+    changes = {"forward_sm80": {"rows": (registers,) if registers else ()},
+               "backward_sm80": {"rows": (FusedTile(256, *fused, 1, "of a test"),) if fused
                                   else ()},
-               "hopper_forward": {"rows": (hopper,), "fewest_rows": 1, "many_keys": 10**6}}
-    for entry in ("forward", "backward_dkdv", "backward_dq", "dbias", "normalise"):
+               "forward_sm90": {"rows": (hopper,), "fewest_rows": 1, "many_keys": 10**6}}
+    for entry in ("forward_wmma", "dkdv_wmma", "dq_wmma", "dbias_wmma", "normalise"):
         changes[entry] = {"rows": (Tile(Br, Bc, warps, "of a test"),)}
     for entry, change in changes.items():
         if isinstance(kernel_of(entry).rows, dict):     # one row for all types
@@ -141,9 +141,9 @@ class Fibers:
         Bytes of shared memory that blocks get less than they ask for.
     flags : tuple of str
         For the compiler.
-    registers : cuda_registers.Row or tuple ()
+    registers : cuda_forward_sm80.Row or tuple ()
         The row of the forward kernel in registers; without one the general kernels serve.
-    hopper : cuda_hopper.Row or None
+    hopper : cuda_forward_sm90.Row or None
         The row of the kernel for sm_90a; without one it does not serve.
     fused : tuple of int
         Br, Bc, warps, roles, parts and stages of the fused backward kernel; the same without.
@@ -161,15 +161,15 @@ class Fibers:
 
     def forward(self, q, k, v, *, out_dtype=None, **options):
         """out and lse, as `cupy_flash.attention` returns them."""
-        problem, arrays, _ = bind_forward(q, k, v, Options(**options), out_dtype=out_dtype)
-        results = self.run(self.plan("forward", problem), arrays)
+        problem, arrays = bind_forward(q, k, v, Options(**options), out_dtype=out_dtype)
+        results = self.run(self.plan("forward", problem), arrays.named)
         return results["out"], results["lse"]
 
     def backward(self, dout, q, k, v, out, lse, *, dlse=None, grad_dtype=None, **options):
         """dq, dk, dv and dbias (or None), as `cupy_flash.attention_backward` returns them."""
-        problem, arrays, _ = bind_backward(dout, q, k, v, out, lse, Options(**options), dlse=dlse,
+        problem, arrays = bind_backward(dout, q, k, v, out, lse, Options(**options), dlse=dlse,
                                            grad_dtype=grad_dtype)
-        results = self.run(self.plan("backward", problem), arrays)
+        results = self.run(self.plan("backward", problem), arrays.named)
         return *(results[name] for name in ("dq", "dk", "dv")), results.get("dbias")
 
     def plan(self, direction, problem):
@@ -179,9 +179,8 @@ class Fibers:
 
     def run(self, plan, arrays):
         """Every launch of a plan, in order; workspace and results start as NaN."""
-        operands = four_axes(plan.problem, arrays)
-        results = missing(plan, operands)
-        operands = operands._replace(**results)
+        results = numpy_arrays(missing(plan.direction, plan.problem))
+        operands = four_axes(plan.problem, arrays | results)
         for result in results.values():
             _poison(result)
         buffers = {b.name: np.empty(b.extent, b.dtype) for b in plan.workspace}
@@ -192,11 +191,11 @@ class Fibers:
         for launch in launches:
             build(launch.entry, launch.config, launch.smem_bytes, self.flags)
         for launch in launches:
-            packed = params.pack(plan, launch, operands, {"delta": 0} | addresses)
+            packed = params.pack(plan, launch, operands, addresses)
             if any(kernel_of(x.entry).maps for x in plan.launches):
                 put_maps(packed, plan, operands)
             self.launch(launch, packed)
-        return as_given(plan.problem, results)
+        return results
 
     def launch(self, launch, packed):
         """One kernel."""

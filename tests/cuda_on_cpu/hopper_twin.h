@@ -5,13 +5,8 @@
 // registers hold then, which is the latest time that a GPU may read them.
 #pragma once
 
-namespace cf {
-using SmemAddress = uint64;
-}
-
 namespace cf::ptx {
 
-inline SmemAddress smem_address(const void* pointer) { return SmemAddress(pointer); }
 inline unsigned char* smem(SmemAddress address) { return (unsigned char*)address; }
 
 inline fibers::PhaseBarrier& phase_barrier(SmemAddress address) {
@@ -169,28 +164,6 @@ void raise_registers() {}
 template <int registers>
 void lower_registers() {}
 
-// orders: accesses before it come before those behind it.
-inline void count_in(fibers::NamedBarrier& barrier, int threads, bool orders) {
-  if (orders) races::release(barrier.coming);
-  if (++barrier.count < unsigned(threads)) return;
-  barrier.count = 0;
-  races::pass(barrier.coming, barrier.waiting);
-  fibers::wake(barrier.waiting);
-}
-inline void named_barrier_arrive(int id, int threads) {
-  count_in(fibers::block->named[id], threads, id > 0);
-}
-inline void count_in_and_wait(int id, int threads) {
-  fibers::NamedBarrier& barrier = fibers::block->named[id];
-  barrier.waiting.push_back(fibers::current);
-  count_in(barrier, threads, id > 0);
-  fibers::wait();
-}
-inline void named_barrier_wait(int id, int threads, fibers::Name name) {
-  if (fibers::left_out(name)) return named_barrier_arrive(id, threads);
-  count_in_and_wait(id, threads);
-}
-
 inline bool named_barrier_any(int id, int threads, bool yes, fibers::Name name) {
   fibers::NamedBarrier& barrier = fibers::block->named[id];
   barrier.yes |= yes;
@@ -210,7 +183,6 @@ inline void require_zero(uint32 x) {
   if (x != 0) fibers::wait();
 }
 inline uint32 sign_of(float x) { return x < 0; }
-inline float reciprocal(float x) { return 1 / x; }
 
 // A matrix in shared memory, and how many bytes into it a product begins.
 struct Operand {

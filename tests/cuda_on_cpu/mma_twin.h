@@ -45,8 +45,26 @@ CF_INSTRUCTION void load_matrices_transposed(uint32 (&x)[4], Shared row) {
   }
 }
 
-inline void barrier(int number, int threads, fibers::Name name) {
-  if (!fibers::left_out(name)) fibers::meet(fibers::block->numbered[number], threads);
+// orders: accesses before it come before those behind it.
+inline void count_in(fibers::NamedBarrier& barrier, int threads, bool orders) {
+  if (orders) races::release(barrier.coming);
+  if (++barrier.count < unsigned(threads)) return;
+  barrier.count = 0;
+  races::pass(barrier.coming, barrier.waiting);
+  fibers::wake(barrier.waiting);
+}
+inline void named_barrier_arrive(int id, int threads) {
+  count_in(fibers::block->named[id], threads, id > 0);
+}
+inline void count_in_and_wait(int id, int threads) {
+  fibers::NamedBarrier& barrier = fibers::block->named[id];
+  barrier.waiting.push_back(fibers::current);
+  count_in(barrier, threads, id > 0);
+  fibers::wait();
+}
+inline void named_barrier_wait(int id, int threads, fibers::Name name) {
+  if (fibers::left_out(name)) return named_barrier_arrive(id, threads);
+  count_in_and_wait(id, threads);
 }
 
 CF_INSTRUCTION void copy_16_bytes(Shared to, uint64 from, bool there) {

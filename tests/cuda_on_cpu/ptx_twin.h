@@ -5,7 +5,13 @@
 // stores do not wait at all, so that a barrier missing between the two is noticed.
 #pragma once
 
+namespace cf {
+using SmemAddress = uint64;
+}
+
 namespace cf::ptx {
+
+inline SmemAddress smem_address(const void* pointer) { return SmemAddress(pointer); }
 
 inline void sync_block(fibers::Name name) {
   if (!fibers::left_out(name)) fibers::meet(fibers::block->all, fibers::block->alive);

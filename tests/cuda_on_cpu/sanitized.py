@@ -10,7 +10,7 @@ from cases import Case, inputs
 
 from cuda_on_cpu.harness import Fibers
 from cupy_flash.plan import tuned
-from cupy_flash.plan.cuda_registers import Row
+from cupy_flash.plan.cuda_forward_sm80 import Row
 
 
 def main(missing):

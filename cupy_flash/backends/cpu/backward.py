@@ -42,6 +42,12 @@ KeySums = namedtuple("KeySums", "dk dv dk_far dv_far")
 
 
 @tile_function
+def wants(gradient):
+    """Whether a gradient is asked for; tiles and sums of those that are not have no rows."""
+    return gradient.address != 0
+
+
+@tile_function
 def carve_tiles(slab, p):
     """All tiles of a worker, and where the rest of the slab starts."""
     d, d_v, Br, Bc = p.d, p.d_v, p.Br + MICRO_ROWS, p.Bc + MICRO_ROWS
@@ -54,9 +60,10 @@ def carve_tiles(slab, p):
     S, end = carve(slab, end, Bc, p.Br)
     dP, end = carve(slab, end, Bc, p.Br)
     U, end = carve(slab, end, Bc, p.Br)
-    dq, end = carve(slab, end, Br, d)
-    far, end = carve(slab, end, p.Br if p.Nk > NEAR_KEYS else 0, d)
-    rest, end = carve(slab, end, p.Br if p.Nk > NEAR_KEYS else 0, d)
+    dq, end = carve(slab, end, Br if wants(p.dq) else 0, d)
+    far_rows = p.Br if wants(p.dq) and p.Nk > NEAR_KEYS else 0
+    far, end = carve(slab, end, far_rows, d)
+    rest, end = carve(slab, end, far_rows, d)
     o, end = carve(slab, end, np.int64(1), d_v)
     x, end = carve(slab, end, np.int64(3), p.Br)
     state, end = carve(slab, end, np.int64(7), p.Br)
@@ -93,17 +100,19 @@ def backward(params, slab, shared, worker):
 def accumulators(p, own, chunk):
     """dK and dV of all keys: in the worker's slab, or in the chunk's part of the workspace."""
     lanes = VECTOR_BYTES // own.itemsize
-    columns = (p.d + lanes - 1) // lanes + (p.d_v + lanes - 1) // lanes + 2
-    lines = p.Nk + MICRO_ROWS
     tiles = (p.group * p.Nq + p.Br - 1) // p.Br
-    far_lines = lines if (tiles + p.chunks - 1) // p.chunks > NEAR_TILES else 0
-    size = (lines + far_lines) * columns * lanes
+    levels = 2 if (tiles + p.chunks - 1) // p.chunks > NEAR_TILES else 1
+    k_lines = p.Nk + MICRO_ROWS if wants(p.dk) else 0
+    v_lines = p.Nk + MICRO_ROWS if wants(p.dv) else 0
+    k_far, v_far = (levels - 1) * k_lines, (levels - 1) * v_lines
+    k_vectors, v_vectors = (p.d + lanes - 1) // lanes + 1, (p.d_v + lanes - 1) // lanes + 1
+    size = levels * (k_lines * k_vectors + v_lines * v_vectors) * lanes
     if p.partial != 0:
         own = carray(as_pointer(p.partial + chunk * size * own.itemsize), (size,), own.dtype)
-    dk, end = carve(own, np.int64(0), lines, p.d)
-    dv, end = carve(own, end, lines, p.d_v)
-    dk_far, end = carve(own, end, far_lines, p.d)
-    dv_far, end = carve(own, end, far_lines, p.d_v)
+    dk, end = carve(own, np.int64(0), k_lines, p.d)
+    dv, end = carve(own, end, v_lines, p.d_v)
+    dk_far, end = carve(own, end, k_far, p.d)
+    dv_far, end = carve(own, end, v_far, p.d_v)
     return KeySums(dk, dv, dk_far, dv_far)
 
 
@@ -118,6 +127,7 @@ def backward_rows(p, t, b, head_k, row0, sums, turns, shared, worker):
     k_base = p.k.address + b * p.k.b + head_k * p.k.h
     v_base = p.v.address + b * p.v.b + head_k * p.v.h
     first, last = key_range(rows)
+    scored = wants(p.dq) or wants(p.dk)  # these take dS
     if find_large_rows(t.lse, rows.rows):
         sum_rows(p, t, rows, k_base, v_base, first, last, shared, worker)
         normalise(t.lse, t.share, t.state[0], t.state[1], rows.rows)
@@ -125,19 +135,20 @@ def backward_rows(p, t, b, head_k, row0, sums, turns, shared, worker):
         keep_normalisers(p, rows, t.lse, t.share)
     # By the tile's number, so that sums do not depend on who computes which tile. Tiles that see a
     # key follow each other: never more than NEAR_TILES of them add to it between two moves.
-    moves = len(sums.dk_far) > 0 and turns.tile // p.chunks % NEAR_TILES == NEAR_TILES - 1
+    has_far = len(sums.dk_far) + len(sums.dv_far) > 0
+    moves = has_far and turns.tile // p.chunks % NEAR_TILES == NEAR_TILES - 1
     near = 0
-    for key0 in range(first, last, p.Bc):
+    for key0 in range(first, last if scored or wants(p.dv) else first, p.Bc):
         if stopped(shared, worker):
             break
         keys = min(p.Bc, last - key0)
-        if near >= NEAR_KEYS:
+        if wants(p.dq) and near >= NEAR_KEYS:
             move(t.dq, t.far, t.rest, rows.rows, p.d)
             near = 0
         near += keys
         load_key_tiles(p, t, k_base, v_base, key0, keys)
-        gradient_tile(p, t, rows, key0, keys)
-        if p.softcap != 0:
+        gradient_tile(p, t, rows, key0, keys, scored)
+        if p.softcap != 0 and scored:
             through_cap(t.dP, t.k, t.q_t, t.U, p, keys, rows.lanes)
         zero_rows(t.S, keys, keys + MICRO_ROWS)  # the surplus rows of a product are real keys here
         zero_rows(t.dP, keys, keys + MICRO_ROWS)
@@ -146,16 +157,26 @@ def backward_rows(p, t, b, head_k, row0, sums, turns, shared, worker):
         touched = key0 + (keys + MICRO_ROWS - 1) // MICRO_ROWS * MICRO_ROWS
         if p.by_tiles and not wait_for_turn(turns, touched, shared, worker):
             break
-        add_matmul(sums.dv[key0:], t.S, t.do, keys, p.d_v, rows.rows)  # dV += P^T dO
-        add_matmul(sums.dk[key0:], t.dP, t.q, keys, p.d, rows.rows)  # dK += dS^T Q
+        if wants(p.dv):
+            add_matmul(sums.dv[key0:], t.S, t.do, keys, p.d_v, rows.rows)  # dV += P^T dO
+        if wants(p.dk):
+            add_matmul(sums.dk[key0:], t.dP, t.q, keys, p.d, rows.rows)  # dK += dS^T Q
         if moves:
-            add_lines(sums.dk_far, sums.dk, key0, key0 + keys)
-            add_lines(sums.dv_far, sums.dv, key0, key0 + keys)
+            move_lines(p, sums, key0, key0 + keys)
         if p.by_tiles:
             end_turn(turns, key0 + keys)
-        add_matmul(t.dq, t.dP.T, t.k, rows.rows, p.d, keys)  # dQ += dS K
+        if wants(p.dq):
+            add_matmul(t.dq, t.dP.T, t.k, rows.rows, p.d, keys)  # dQ += dS K
     if p.by_tiles and wait_for_turn(turns, ALL_KEYS, shared, worker):
         end_turn(turns, ALL_KEYS)
+    if wants(p.dq):
+        store_queries(p, t, rows)
+
+
+@tile_function
+def store_queries(p, t, rows):
+    """dq = scale dQ of the tile's rows, 0 of those that see no key."""
+    b, row0 = rows.b, rows.row0
     if len(t.far) > 0:
         gather(t.dq, t.far, t.rest, rows.rows, p.d)
     base = p.dq.address + b * p.dq.b + rows.head0 * p.dq.h
@@ -238,10 +259,14 @@ def load_key_tiles(p, t, k_base, v_base, key0, keys):
 
 
 @tile_function
-def gradient_tile(p, t, rows, key0, keys):
-    """S = P, and dP = P * (dP - delta): the gradient of the scores behind the softcap."""
+def gradient_tile(p, t, rows, key0, keys, scored):
+    """S = P, and dP = P * (dP - delta): the gradient of the scores behind the softcap.
+
+    Of dP only if `scored`; otherwise it holds nothing.
+    """
     score_tile(t.S, t.k, t.v, t.q_t, p, rows, key0, keys)
-    matmul(t.dP, t.v, t.do_t, keys, rows.lanes, p.d_v, t.dP.dtype.type(1))  # dP^T = V dO^T
+    if scored:
+        matmul(t.dP, t.v, t.do_t, keys, rows.lanes, p.d_v, t.dP.dtype.type(1))  # dP^T = V dO^T
     softmax_backward(t.S, t.dP, t.lse, t.share, t.delta, keys, rows.lanes)
 
 
@@ -268,10 +293,20 @@ def store_all_keys(p, sums, b, head_k, shared, worker):
 
 
 @tile_function
+def move_lines(p, sums, first, end):
+    """What dk and dv of the keys first ... end have goes to their second level."""
+    if wants(p.dk):
+        add_lines(sums.dk_far, sums.dk, first, end)
+    if wants(p.dv):
+        add_lines(sums.dv_far, sums.dv, first, end)
+
+
+@tile_function
 def join_keys(sums, first, end):
     """dk and dv of the keys first ... end += what has left them."""
     if len(sums.dk_far) > 0:
         add_lines(sums.dk, sums.dk_far, first, end)
+    if len(sums.dv_far) > 0:
         add_lines(sums.dv, sums.dv_far, first, end)
 
 
@@ -281,9 +316,12 @@ def store_keys(p, sums, b, head_k, first, end):
     dk = p.dk.address + b * p.dk.b + head_k * p.dk.h
     dv = p.dv.address + b * p.dv.b + head_k * p.dv.h
     one = sums.dv.dtype.type(1)
-    for j in range(first, end):
-        store_row(p.dk, dk + j * p.dk.n, sums.dk[j], p.d, sums.dk.dtype.type(p.scale))
-        store_row(p.dv, dv + j * p.dv.n, sums.dv[j], p.d_v, one)
+    if wants(p.dk):
+        for j in range(first, end):
+            store_row(p.dk, dk + j * p.dk.n, sums.dk[j], p.d, sums.dk.dtype.type(p.scale))
+    if wants(p.dv):
+        for j in range(first, end):
+            store_row(p.dv, dv + j * p.dv.n, sums.dv[j], p.d_v, one)
 
 
 @kernel
@@ -307,8 +345,10 @@ def reduce_chunks(params, slab, shared, worker):
             for chunk in range(0, p.chunks - step, 2 * step):
                 total = accumulators(p, slab, head * p.chunks + chunk)
                 other = accumulators(p, slab, head * p.chunks + chunk + step)
-                add_lines(total.dk, other.dk, key0, end)
-                add_lines(total.dv, other.dv, key0, end)
+                if wants(p.dk):
+                    add_lines(total.dk, other.dk, key0, end)
+                if wants(p.dv):
+                    add_lines(total.dv, other.dv, key0, end)
             step *= 2
         sums = accumulators(p, slab, head * p.chunks)
         store_keys(p, sums, head // p.heads_k, head % p.heads_k, key0, end)

@@ -73,7 +73,7 @@ def add_head(p, t, acc, rest, b, head, row0, key0, shared, worker):
             keys = min(p.Bc, key_end - key)
             if key < last and first < key + keys:
                 load_key_tiles(p, t, k_base, v_base, key, keys)
-                gradient_tile(p, t, rows, key, keys)
+                gradient_tile(p, t, rows, key, keys, True)
                 add_tile(p, acc, rest, t.dP, t.U, rows, keys)
 
 

@@ -10,14 +10,16 @@ All launches of a plan have the same tiles and cut their sums alike, so they sha
 
 import numpy as np
 
+from ...arrays import address_of
+from ...options import ARRAYS, GRADIENTS
 from .dtypes import BFLOAT16, FLOAT16, KINDS, ROUND_NOT, ROUND_TF32
 
 Tensor = np.dtype([(name, "i8") for name in ("address", "b", "h", "n", "c", "kind")], align=True)
 
 # What both passes must know of the problem, in one place so that they cannot differ.
 _COMMON = [
-    *((name, Tensor) for name in ("q", "k", "v", "out", "lse", "mask", "bias", "slopes")),
-    *((name, "i8") for name in ("q_lens", "kv_lens")),  # addresses of int32 [batch]
+    *((name, Tensor) for name in ("q", "k", "v", "out", "lse")),
+    *((option.kernel, "i8" if option.dense else Tensor) for option in ARRAYS.values()),
     *((name, "i8") for name in ("batch", "heads_q", "heads_k", "group", "Nq", "Nk", "d", "d_v")),
     *((name, "i8") for name in ("aligned", "q_offset", "left", "right")),
     *((name, "i8") for name in ("Br", "Bc", "in_place", "round_inputs", "round_P")),
@@ -34,7 +36,7 @@ ForwardParams = np.dtype(
 BackwardParams = np.dtype(
     [
         *_COMMON,
-        *((name, Tensor) for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")),
+        *((name, Tensor) for name in ("dout", "dlse", "dq", "dk", "dv", *GRADIENTS)),
         *(
             (name, "i8")
             for name in (
@@ -48,12 +50,16 @@ BackwardParams = np.dtype(
 )
 
 
-def pack(plan, operands, buffers):
-    """The struct of a plan's launches as an array of size one."""
+def pack(plan, operands, addresses):
+    """The struct of a plan's launches as an array of size one; `addresses`: of its workspace."""
     forward, launch = plan.direction == "forward", plan.launches[0]
-    values = _common(plan.problem, launch.config, operands)
-    values |= (_forward if forward else _backward)(plan.problem, launch, operands, buffers)
     dtype = ForwardParams if forward else BackwardParams
+    values = {name: _tensor(getattr(operands, name)) for name in dtype.names
+              if dtype[name] == Tensor}
+    values |= {option.kernel: _address(getattr(operands, option.kernel))
+               for option in ARRAYS.values() if option.dense}
+    values |= _common(plan.problem, launch.config)
+    values |= (_forward if forward else _backward)(plan.problem, launch, addresses)
     if set(values) != set(dtype.names):
         raise KeyError(f"parameters and struct differ: {set(values) ^ set(dtype.names)}")
     return np.array([tuple(values[name] for name in dtype.names)], dtype)
@@ -65,35 +71,26 @@ class Template:
     It is made from the first call's arrays: calls with the same plan have the same layouts.
     """
 
-    def __init__(self, plan, operands, buffers):
-        packed = pack(plan, operands, buffers)
+    def __init__(self, plan, operands, addresses):
+        packed = pack(plan, operands, addresses)
         fields = packed.dtype.fields
         self._dtype = packed.dtype
         self._words = packed.view(np.int64)         # every field has 8 bytes
-        self._operands = [(i, fields[name][1] // 8) for i, name in enumerate(operands._fields)
-                          if operands[i] is not None]
-        self._buffers = [(name, fields[name][1] // 8) for name in buffers if name in fields]
+        places = {name: ARRAYS[name].kernel if name in ARRAYS else name for name in addresses}
+        self._places = [(name, fields[field][1] // 8) for name, field in places.items()
+                        if field in fields]
 
-    def fill(self, operands, buffers):
-        """The struct of a call."""
+    def fill(self, addresses):
+        """The struct of a call; addresses of arrays, results and workspace, by their names."""
         words = self._words.copy()
-        for i, place in self._operands:
-            words[place] = _address(operands[i])
-        for name, place in self._buffers:
-            words[place] = _address(buffers[name])
+        for name, place in self._places:
+            words[place] = addresses[name]
         return words.view(self._dtype)
 
 
-def _common(problem, config, operands):
+def _common(problem, config):
     p, mask = problem, problem.mask
     return {
-        **{
-            name: _tensor(getattr(operands, name))
-            for name in ("q", "k", "v", "out", "lse", "mask", "bias")
-        },
-        "slopes": _tensor(operands.slopes),
-        "q_lens": _address(operands.q_lens),
-        "kv_lens": _address(operands.kv_lens),
         "batch": p.batch,
         "heads_q": p.heads_q,
         "heads_k": p.heads_k,
@@ -117,32 +114,28 @@ def _common(problem, config, operands):
     }
 
 
-def _forward(problem, launch, operands, buffers):
+def _forward(problem, launch, addresses):
     splits = launch.splits
     return {
         "splits": splits,
         "split_keys": -(-problem.Nk // splits),
-        "out_partial": _address(buffers.get("out_partial")),
-        "sums_partial": _address(buffers.get("sums_partial")),
+        "out_partial": addresses.get("out_partial", 0),
+        "sums_partial": addresses.get("sums_partial", 0),
     }
 
 
-def _backward(problem, launch, operands, buffers):
+def _backward(problem, launch, addresses):
     b, h, n, c = problem.bias_shape or (0, 0, 0, 0)
     return {
-        **{
-            name: _tensor(getattr(operands, name))
-            for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")
-        },
         "chunks": launch.splits,
-        "partial": _address(buffers.get("partial")),
-        "normalisers": _address(buffers.get("normalisers")),
+        "partial": addresses.get("partial", 0),
+        "normalisers": addresses.get("normalisers", 0),
         "batch_bias": b,
         "heads_bias": h,
         "Nbias_q": n,
         "Nbias_k": c,
-        "by_tiles": "turns" in buffers,
-        "turns": _address(buffers.get("turns")),
+        "by_tiles": "turns" in addresses,
+        "turns": addresses.get("turns", 0),
     }
 
 
@@ -162,4 +155,4 @@ def _tensor(array):
 
 
 def _address(array):
-    return 0 if array is None else array.__array_interface__["data"][0]
+    return 0 if array is None else address_of(array)

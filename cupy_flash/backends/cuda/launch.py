@@ -10,61 +10,51 @@ from cupy.cuda.function import CPointer
 
 from ... import device
 from ...axes import four_axes
-from ...plan import make_plan
+from ...plan import cuda_settings
+from ..prepared import Prepared
 from .compile import launches
 from .memory import Memory
 from .params import Template
 
-_MOST_KEPT = 4096
-_kept = {}
 
-
-def run(direction, problem, arrays, addresses):
+def run(direction, problem, arrays):
     """Plan a call, at its first time, and run its launches.
 
     Parameters
     ----------
     direction : {"forward", "backward"}
     problem : Problem
-    arrays : dict of str to cupy.ndarray
-    addresses : list of int
-        Where the arrays lie, in their order.
+    arrays : Arrays
 
     Returns
     -------
     dict of str to cupy.ndarray
         The results that have no buffer among the arrays.
     """
-    calls = _kept.get(problem) or _keep(direction, problem)
-    if problem.gpu == get_device_id():     # to enter the current device takes a microsecond
-        return calls.run(arrays, addresses)
-    with cupy.cuda.Device(problem.gpu):
-        return calls.run(arrays, addresses)
-
-
-def _keep(direction, problem):
-    if len(_kept) >= _MOST_KEPT:
-        _kept.clear()
-    # A problem has one direction: its layouts name the arrays of one.
-    calls = _kept[problem] = _Calls(make_plan(direction, problem, device.gpu(problem.gpu)))
-    return calls
+    number = problem.gpu
+    calls = prepared[direction, problem, device.gpu(number), cuda_settings()]
+    if number == get_device_id():       # to enter the current device takes a microsecond
+        return calls.run(arrays)
+    with cupy.cuda.Device(number):
+        return calls.run(arrays)
 
 
 class _Calls:
-    """The calls with a problem. What they share is made from the first."""
+    """The calls with a plan. What they share is made from the first."""
 
     def __init__(self, plan):
         self._plan, self._memory, self.template = plan, None, None
 
-    def run(self, arrays, addresses):
+    def run(self, arrays):
         """One of them; see `run`."""
         if self._memory is None:
-            self._prepare(arrays)
+            self._prepare(arrays.named)
         results, block, apart = self._memory.allocate()
         template = self.template
         if template is None:                    # nothing to launch
             return results
-        words = template.fill(addresses + apart, block.ptr if block else 0)
+        arrays.addresses.update(apart)
+        words = template.fill(arrays.addresses, block.ptr if block else 0)
         argument = _Argument(words.buffer_info()[0])
         argument.words = words
         arguments, tasks_at = (argument,), template.tasks
@@ -77,12 +67,15 @@ class _Calls:
     def _prepare(self, arrays):
         """Compile, and pack the struct. Other threads may be at it, too: memory comes last."""
         plan = self._plan
-        memory = Memory(plan, arrays)
+        memory = Memory(plan)
         if plan.launches:
             self._launches = launches(plan)
             complete = four_axes(plan.problem, arrays | memory.allocate()[0])
             self.template = Template(plan, complete, (*arrays, *memory.apart), memory.offsets)
         self._memory = memory
+
+
+prepared = Prepared(_Calls)
 
 
 class _Argument(CPointer):

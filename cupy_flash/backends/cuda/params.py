@@ -13,6 +13,8 @@ from math import ceil
 
 import numpy as np
 
+from ...arrays import address_of
+from ...options import ARRAYS
 from ...plan import long_sums
 from ...plan.cuda import kernel_of
 from .structs import structs
@@ -50,7 +52,8 @@ def pack(plan, launch, operands, addresses):
     tensors = [name for name in dtype.names if dtype[name] == structs()["Tensor"]]
     values = {
         **{name: _tensor(getattr(operands, name)) for name in tensors},
-        "q_lens": address(operands.q_lens), "kv_lens": address(operands.kv_lens),
+        **{option.kernel: address(getattr(operands, option.kernel))
+           for option in ARRAYS.values() if option.dense},
         "batch": p.batch, "heads_q": p.heads_q, "heads_k": p.heads_k, "group": p.group,
         "Nq": p.Nq, "Nk": p.Nk, "d": p.d, "d_v": p.d_v,
         "aligned": mask.q_offset is None, "q_offset": mask.q_offset or 0,
@@ -70,9 +73,11 @@ def pack(plan, launch, operands, addresses):
         extents = p.bias_shape or (0, 0, 0, 0)
         names = ("batch_bias", "heads_bias", "Nbias_q", "Nbias_k")
         values |= {name: addresses.get(name, 0)
-                   for name in ("delta", "state", "dq_sums", "dk_sums", "dv_sums",
+                   for name in ("state", "dq_sums", "dk_sums", "dv_sums",
                                 "normalisers")}
         values |= dict(zip(names, extents, strict=True))
+        values["state_rows"] = next((x.config.Br for x in plan.launches
+                                    if x.entry == "backward_preprocess"), 1)
         splits = max(x.splits for x in plan.launches)
         values |= {"row_splits": splits,
                    "split_rows": long_sums.split_rows(p.group * p.Nq, splits)}
@@ -96,7 +101,8 @@ class Template:
         packed = pack(plan, plan.launches[0], operands, {})
         fields = packed.dtype.fields
         self._words = array("Q", packed.tobytes())      # Python sets its items faster than NumPy's
-        self._places = [fields[name][1] // 8 for name in names]
+        self._places = [(name, fields[ARRAYS[name].kernel if name in ARRAYS else name][1] // 8)
+                        for name in names]
         self._parts = [(fields[name][1] // 8, offset) for name, offset in offsets.items()]
         self.tasks = fields["tasks"][1] // 8
         self._maps = None
@@ -106,10 +112,10 @@ class Template:
             self._maps_from = fields[f"{self._maps.names[0]}_map"][1] // 8
 
     def fill(self, addresses, block):
-        """The struct of a call as words: addresses in the order of `names`, and of the block."""
+        """The struct of a call as words: addresses by name, and that of the block."""
         words = self._words[:]
-        for place, address in zip(self._places, addresses, strict=True):
-            words[place] = address
+        for name, place in self._places:
+            words[place] = addresses[name]
         for place, offset in self._parts:
             words[place] = block + offset
         if self._maps:
@@ -138,7 +144,5 @@ def _tensor(x):
 
 
 def address(x):
-    """Where an array starts: a CuPy array, or a NumPy array when the kernels run on a CPU."""
-    if x is None:
-        return 0
-    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
+    """Where an array starts, 0 if it is absent; NumPy's when the kernels run on a CPU."""
+    return 0 if x is None else address_of(x)

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import source
 
-_HEADERS = ("params.cuh", "hopper/params.cuh")
+_HEADERS = ("params.cuh", "sm90/params.cuh")
 # Type of a field: NumPy's, and its alignment.
 _KINDS = {"uint64": ("u8", 8), "int64": ("i8", 8), "double": ("f8", 8), "float": ("f4", 4),
           "int32": ("i4", 4), "TensorMap": ("V128", 64)}

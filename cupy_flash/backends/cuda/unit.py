@@ -15,13 +15,13 @@ PRECISIONS = {None: 0, "tf32": 1, "tf32x3": 2}
 
 _TEXT = """\
 // sources sha256: {digest}
-#include "base.cuh"
+#include "attention/options.cuh"
 struct Config {{
   using element = {element};
   static constexpr int precision = {precision};
   static constexpr int d = {d}, d_v = {d_v};
   static constexpr int Br = {Br}, Bc = {Bc}, warps = {warps};
-  static constexpr bool features = {features};
+  static constexpr int options = {options};
 {constants}}};
 #include "{header}"
 static_assert(cf::{traits}<Config>::threads == {threads},
@@ -61,9 +61,10 @@ def unit(entry, config, smem_bytes):
     constants = dict(config.constants)
     lines = (f"  static constexpr int {x} = {value};\n" for x, value in constants.items())
     return name, _TEXT.format(
-        digest=source.digest("base.cuh", kernel.header), element=ELEMENTS[config.element],
+        digest=source.digest(kernel.header), element=ELEMENTS[config.element],
         precision=PRECISIONS[config.precision], d=config.d, d_v=config.d_v, Br=config.Br,
-        Bc=config.Bc, warps=config.warps, features="true" if config.features else "false",
+        Bc=config.Bc, warps=config.warps,
+        options=" | ".join(f"cf::{x.upper()}" for x in config.options) or "0",
         header=kernel.header, traits=traits_of(entry), smem_bytes=smem_bytes,
         threads=32 * config.warps, params=kernel.params, size=params_bytes(entry), name=name,
         entry=entry, constants="".join(lines),
@@ -72,13 +73,12 @@ def unit(entry, config, smem_bytes):
 
 
 def name_of(entry, config):
-    """The function's name: entry, type, head dims, tile, features and constants."""
+    """The function's name: entry, type, head dims, tile, options and constants."""
     kind = config.element if config.precision is None else config.precision
     width = f"d{config.d}" if config.d == config.d_v else f"d{config.d}v{config.d_v}"
     tile = f"{config.Br}x{config.Bc}"
     constants = [f"{x}{value}" for x, value in config.constants if value]
-    features = ["features"] if config.features else []
-    return "_".join([entry, kind, width, tile, *features, *constants])
+    return "_".join([entry, kind, width, tile, *config.options, *constants])
 
 
 def params_bytes(entry):
@@ -88,7 +88,7 @@ def params_bytes(entry):
 
 def headers_of(kernels):
     """The headers of which kernels are made, by their names, without what these include."""
-    return ("base.cuh", *sorted({kernel_named(name).header for name in kernels}))
+    return tuple(sorted({kernel_named(name).header for name in kernels}))
 
 
 def kernel_named(name):
@@ -98,5 +98,5 @@ def kernel_named(name):
 
 
 def traits_of(entry):
-    """The C++ name of an entry's traits: backward_dq -> BackwardDqTraits."""
+    """The C++ name of an entry's traits: dq_wmma -> DqWmmaTraits."""
     return "".join(word.capitalize() for word in entry.split("_")) + "Traits"

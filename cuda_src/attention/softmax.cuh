@@ -1,0 +1,120 @@
+// The online softmax of one row: when its reference moves, and how it ends.
+//
+// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3;
+// Dao, "FlashAttention-2" (2023), algorithm 1. A tile of keys whose scores are S moves on
+//
+//     m_new = max(m, rowmax(S));  alpha = exp(m - m_new);  P = exp(S - m_new)
+//     l = alpha l + rowsum(P);    acc = alpha acc + P V
+//
+// m is lazy: it moves only where the maximum passes it by `lazy`. The division by l at the end
+// cancels any common reference; P stays below exp(lazy). Scores may be in other units than natural
+// ones: exp(S - m) is 2^(factor (S - m)), and the factor is positive.
+#pragma once
+
+#include "exp2.cuh"
+#include "options.cuh"
+#include "workspace.cuh"
+
+namespace cf {
+
+constexpr double LOG2_E = 1.4426950408889634;
+
+// Kernels for 16-bit types keep a reference as a rounded power of 2, m_ref = factor m, so that
+// P = 2^(factor S - m_ref) costs one multiply-add. That is not rounded, and m_ref is: the largest P
+// is 2 to the power of the rounding error. Up to LARGE that is 2^-15 at most, less than these types
+// can tell from 1, and anything for scores of 1e11. Rows beyond, and rows that have seen no key,
+// have LOWEST for m_ref: it brings them to where references move in every tile, where m is taken
+// off their scores first.
+constexpr float LARGE = 1024.f, LOWEST = -3.4028234663852886e38f;
+
+// Maximum and sum over the four threads that share a row.
+template <typename T>
+CF_DEVICE T row_max(T x) {
+  for (int step = 1; step < 4; step *= 2) {
+    const T other = __shfl_xor_sync(0xFFFFFFFF, x, step);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+template <typename T>
+CF_DEVICE T row_sum(T x) {
+  for (int step = 1; step < 4; step *= 2) x += __shfl_xor_sync(0xFFFFFFFF, x, step);
+  return x;
+}
+
+// Whether a row that reaches `top` must move its reference. A NaN never does; it shows up in P.
+template <typename T>
+CF_DEVICE bool passes(T top, T m, T factor, T lazy) {
+  return m == -inf<T>() ? top != m : (top - m) * factor > lazy;
+}
+
+// What a row's sums are multiplied by when its reference goes from m to m_new.
+template <typename T>
+CF_DEVICE T alpha_of(T m, T m_new, T factor) {
+  return m == -inf<T>() ? T(0) : exp2_of(m - m_new, factor);
+}
+
+// What m is, as a reference: nothing visible yet is 0, so that exp(-inf - m_ref) is 0.
+template <typename T>
+CF_DEVICE T reference_of(T m) {
+  return m == -inf<T>() ? T(0) : m;
+}
+
+// The same as a power of 2; `shift` is taken off the scores of this tile beforehand.
+struct PowerReference {
+  float m_ref, shift;
+
+  CF_DEVICE PowerReference(float m, float power) {
+    const bool usual = fabsf(power) < LARGE;
+    m_ref = usual ? power : LOWEST;
+    shift = usual ? 0.f : reference_of(m);
+  }
+  // What is taken off factor * S.
+  static CF_DEVICE float after(float m_ref) { return m_ref == LOWEST ? 0.f : m_ref; }
+};
+
+// 1 / x for x that are no denormals; for results of 16 bits to one unit in the last place of float.
+template <typename Element>
+CF_DEVICE accumulator<Element> reciprocal(accumulator<Element> x) {
+  if constexpr (sizeof(Element) == 2) return ptx::reciprocal_approx(x);
+  return 1 / x;
+}
+
+// A row at its end: out = factor * acc, 0 if it sees no key.
+template <typename T>
+struct RowEnd {
+  T m, l, factor;
+
+  CF_DEVICE T lse() const { return l != T(0) ? m + log(l) : -inf<T>(); }
+};
+
+// All keys of a row have been seen. m: of scores in natural units, rounded as in the backward pass,
+// or large ones and their lse would not cancel. real: whether the row is one of q_lens. head: the
+// query head.
+template <typename Config, typename T>
+CF_DEVICE RowEnd<T> close_row(const Params&, int64, bool real, T m, T l) {
+  l = real ? l : T(0);
+  return {m, l, l != T(0) ? reciprocal<typename Config::element>(l) : T(0)};
+}
+
+// The same of the keys of one split, if they are split.
+template <typename Config, typename T>
+CF_DEVICE RowEnd<T> finish_row(const ForwardParams& p, int64 head, bool real, T m, T l) {
+  return close_row<Config>(p, head, real, m, l);
+}
+
+// lse of row r, or m and l of one split of its keys: beside a large m there is no room for ln l.
+// l = 0: the row sees none of them.
+template <typename T>
+CF_DEVICE void store_end(const ForwardParams& p, const Rows& rows, int r, int64 split,
+                         const RowEnd<T>& end) {
+  if (p.splits == 1) {
+    if (p.lse.address != 0) at<T>(rows.address(p.lse, r)) = end.lse();
+    return;
+  }
+  const T m = end.l != T(0) ? end.m : -inf<T>();
+  at<T>(rows.address(split_part<T>(p, p.lse_partial, 1, split), r)) = m;
+  at<T>(rows.address(split_part<T>(p, p.l_partial, 1, split), r)) = end.l;
+}
+
+}  // namespace cf
