@@ -29,7 +29,7 @@ docs: $(VENV)/docs.done
 	@echo "The pages are in docs/_build/index.html"
 
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build docs/gallery *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/demo.done: EXTRAS := examples
 $(VENV)/test.done: EXTRAS := test$(if $(CUDA_EXTRA),,$(comma)test-nogpu)

@@ -1,26 +1,36 @@
-"""A language model with real weights writes the same text with its attention replaced by ours.
+"""
+A language model on our attention
+=================================
 
 ``glassllm`` is a small transformer in plain NumPy with grouped heads, rotary positions and a
-key/value cache; trained weights come with the package. Its attention layer builds the whole matrix
-of scores; here one call of `cupy_flash.attention` takes its place. Each new token then asks with a
-single query for all cached keys, and a prompt with many: causality is aligned to the newest query,
-which is right in both cases.
-
-    pip install ".[examples]"
-    python examples/language_model.py
+key/value cache; trained weights come with the package. Its attention layer builds the whole
+matrix of scores. Here one call of `attention` takes its place, and the model writes the same
+text. Each new token asks with a single query for all cached keys, and a prompt with many:
+causality is aligned to the newest query, which is right in both cases.
 """
 
-import argparse
 import contextlib
 
 import glassllm
+import matplotlib.pyplot as plt
 import numpy as np
 from glassllm.autograd import Tensor, rope
 from glassllm.nn import Attention
 
 import cupy_flash as cf
 
+try:
+    import cupy
+    xp = cupy if cupy.is_available() else np
+except ImportError:
+    xp = np
+host = np.asarray if xp is np else cupy.asnumpy
+
+TOKENS = 150        # past 128, the model starts a new window of context
 PROMPTS = {"en": "Alice was beginning to", "pt": "Capitu olhou para"}
+
+# %%
+# The layer. Four query heads share two key heads: nothing has to be repeated, and no mask is built.
 
 
 def attention_layer(self, x, layer, trace=None, cache=None, start=0):
@@ -36,13 +46,12 @@ def attention_layer(self, x, layer, trace=None, cache=None, start=0):
             k = np.concatenate([cache.k, k], axis=2)
             v = np.concatenate([cache.v, v], axis=2)
         cache.k, cache.v = k, v
-    # Four query heads share two key heads here: nothing has to be repeated, and no mask is built.
-    out = cf.attention(q, k, v, causal=True)
-    attention_layer.calls += 1
-    return Tensor(out.swapaxes(1, 2).reshape(B, N, -1)) @ self.W_O
+    out, lse = cf.attention(*map(xp.asarray, (q, k, v)), causal=True, return_lse=True)
+    calls.append((layer, q, k, host(lse)))
+    return Tensor(host(out).swapaxes(1, 2).reshape(B, N, -1)) @ self.W_O
 
 
-attention_layer.calls = 0
+calls = []
 
 
 @contextlib.contextmanager
@@ -57,29 +66,47 @@ def replaced_attention():
 
 
 def generate(language, prompt, count):
-    """Return the `count` most likely next tokens, and prompt and tokens as text."""
+    """Return prompt and the `count` most likely next tokens, and the same as text."""
     model, tokenizer = glassllm.load_pretrained(language)
     prompt_ids = tokenizer.encode(prompt)
     tokens = [step.token for step in model.generate(prompt_ids, count, greedy=True)]
-    return tokens, tokenizer.decode([*prompt_ids, *tokens])
+    return [*prompt_ids, *tokens], tokenizer.decode([*prompt_ids, *tokens])
 
 
-def main(argv=None):
-    """Write one text for each language, twice, and compare the tokens."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=100, help="default: %(default)s")
-    count = parser.parse_args(argv).tokens
-    for language, prompt in PROMPTS.items():
-        tokens, text = generate(language, prompt, count)
-        attention_layer.calls = 0
-        with replaced_attention():
-            our_tokens, our_text = generate(language, prompt, count)
-        print(f"--- {language}, with the attention of glassllm\n{text}")
-        print(f"--- {language}, with {attention_layer.calls} calls of cupy_flash.attention\n"
-              f"{our_text}")
-        assert our_tokens == tokens, "the texts differ"
-        print(f"--- all {count} tokens are identical\n")
+# %%
+# One text for each language, twice, and a comparison of the tokens.
+
+
+def same_text(language, count):
+    """Write a text with either attention; raise AssertionError if they differ."""
+    tokens, text = generate(language, PROMPTS[language], count)
+    calls.clear()
+    with replaced_attention():
+        our_tokens, our_text = generate(language, PROMPTS[language], count)
+    assert our_tokens == tokens, f"the texts differ:\n{text}\n{our_text}"
+    return tokens, our_text
 
 
 if __name__ == "__main__":
-    main()
+    for language in ("pt", "en"):
+        tokens, text = same_text(language, TOKENS)
+        print(f"--- {language}: {len(calls)} calls of cupy_flash.attention, {TOKENS} identical "
+              f"tokens\n{text}\n")
+
+# %%
+# What a token looked at: the weights of one query are ``exp(score - lse)``, at the cost of one
+# scalar product each. Here of the 40th token written, in the last layer, a row for each head.
+
+if __name__ == "__main__":
+    layers = 1 + max(layer for layer, *_ in calls)
+    _, q, k, lse = calls[40 * layers - 1]
+    scores = q[0, :, -1:] @ np.repeat(k[0], 2, axis=0).swapaxes(1, 2) / np.sqrt(q.shape[-1])
+    weights = np.exp(scores[:, 0] - lse[0, :, -1:])
+    tokenizer = glassllm.load_pretrained("en")[1]
+    names = [tokenizer.decode([token]).replace(" ", "·").replace("\n", "¶") for token in tokens]
+    first = max(0, weights.shape[1] - 40)
+    figure, axis = plt.subplots(figsize=(8, 2.3), layout="constrained")
+    axis.imshow(weights[:, first:], aspect="auto", cmap="Blues")
+    axis.set(yticks=range(len(weights)), ylabel="head", xticks=range(weights.shape[1] - first))
+    axis.set_xticklabels(names[first : weights.shape[1]], rotation=90, fontsize=7)
+    plt.show()

@@ -3,6 +3,7 @@
 import configparser
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def run(*command, **options):
 def checkout(tmp_path_factory):
     """A copy of what is under version control: building leaves traces in the folder."""
     copy = tmp_path_factory.mktemp("checkout") / "copy"
-    traces = shutil.ignore_patterns("__pycache__", "*.egg-info", "_build")
+    traces = shutil.ignore_patterns("__pycache__", "*.egg-info", "_build", "gallery")
     for name in ("cupy_flash", "cuda_src", "tests", "docs", "examples"):
         shutil.copytree(ROOT / name, copy / name, ignore=traces)
     for path in ROOT.iterdir():
@@ -164,10 +165,13 @@ def test_source_archive_is_complete(checkout, tmp_path):
     (path,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    wanted = {path.relative_to(ROOT).as_posix() for folder in ("cuda_src", "tests", "examples")
+    folders, built = ("cuda_src", "tests", "examples", "docs"), {"__pycache__", "_build", "gallery"}
+    wanted = {path.relative_to(ROOT).as_posix() for folder in folders
               for path in (ROOT / folder).rglob("*")
-              if path.is_file() and "__pycache__" not in path.parts}
+              if path.is_file() and not built & {*path.parts}}
     wanted |= {"LICENSE", "README.md", "CHANGELOG.md", "setup.cfg", "pyproject.toml", "Makefile"}
+    # Whoever has the archive alone can follow the links of the README.
+    wanted |= set(re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text()))
     assert wanted - names == set()
 
 

@@ -1,0 +1,5 @@
+"""See `bench/charts.py`."""
+
+import charts
+
+charts.lengths("16-bit", "bfloat16")

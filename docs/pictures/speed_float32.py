@@ -1,0 +1,6 @@
+"""See `bench/charts.py`."""
+
+import charts
+
+charts.lengths("science", "tf32x3", masks=("full",))
+charts.lengths("science", "tf32", masks=("full",))

@@ -1,0 +1,5 @@
+"""See `bench/charts.py`."""
+
+import charts
+
+charts.lengths("science", "float64", masks=("full",))
