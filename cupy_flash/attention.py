@@ -219,8 +219,9 @@ def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, determinist
     -----
     Dao et al., "FlashAttention" (2022), appendix B.2: P = exp(S - lse), dP = dO V^T,
     delta = rowsum(dO * O) - dlse, dS = P * (dP - delta), dQ = scale dS K, dK = scale dS^T Q,
-    dV = P^T dO. Where lse is 2^13 or more in size, its rounding would spoil P: the softmax of such
-    a row is computed anew, if all of its keys are here (on a GPU in calls with a bias or ALiBi).
+    dV = P^T dO, dsink = -sum of exp(sink - lse) delta over the rows of a head. Where lse is 2^13 or
+    more in size, its rounding would spoil P: the softmax of such a row is computed anew, if all of
+    its keys are here (on a GPU in calls with a bias or ALiBi).
 
     Examples
     --------

@@ -140,7 +140,8 @@ def test_out_and_dout_in_the_accumulator_dtype(backend, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_gradient_in_no_gradient_out(backend, dtype):
-    case = Case("zero", Hq=4, Hk=2, causal=True, softcap=3.0, dtype=dtype, bias="1hqk")
+    case = Case("zero", Hq=4, Hk=2, causal=True, softcap=3.0, dtype=dtype, bias="1hqk",
+                sink=(1.0, -3.0))
     x = inputs(case)
     g = gradients(backend, x._replace(dout=np.zeros_like(x.dout)), use_dlse=False)
     for name, array in g.items():

@@ -52,7 +52,7 @@ def test_what_the_pullback_keeps_is_said_first():
     names = {name for name, value in kept.items() if isinstance(value, np.ndarray)}
     assert names == {"q", "k", "v", "out", "lse"}
     first = inspect.getdoc(cf.attention_vjp).partition("Parameters\n")[0]
-    for name in names | {"bias", "mask", "alibi_slopes", "q_lens", "kv_lens"}:
+    for name in names | {"bias", "mask", "alibi_slopes", "sink", "q_lens", "kv_lens"}:
         assert re.search(rf"\b{name}\b", first), name
     assert "out += x" in first
 

@@ -103,7 +103,7 @@ def test_no_keys_no_queries_no_batch(backend, shape):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("label", ["sink", "sink-lens", "sink-mask-gqa", "sink-bias-holes-gqa",
-                                   "sink-decode", "sink-all-options"])
+                                   "sink-decode-long", "sink-all-options"])
 def test_minus_infinity_is_no_sink(backend, label, dtype):
     """For all heads, and for one beside others: the bits of a call without it, and dsink 0."""
     feature = next(case for case in SINK if case.label == label)

@@ -26,7 +26,7 @@ CASES = (
     Case("high-lens", Nq=300, Nk=60, B=2, d=32, Hq=2, Hk=1, causal=True, q_lens=(300, 100),
          kv_lens=(20, 60)),
     *(feature for feature in FEATURES if feature.label in ("decode-long", "decode-long-ragged")),
-    *(feature for feature in SINK if feature.label == "sink-decode"),
+    *(feature for feature in SINK if feature.label == "sink-decode-long"),
     Case("high-sink", Nq=300, Nk=60, B=2, d=32, Hq=2, Hk=1, causal=True, q_lens=(300, 100),
          kv_lens=(20, 60), bias="hqk", sink=(1.0, -2.0)),
 )

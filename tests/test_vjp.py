@@ -33,7 +33,8 @@ def test_is_forward_and_backward(backend, feature):
 
 
 def test_without_lse(backend):
-    case = Case("vjp", Hq=4, Hk=2, causal=True, dtype="bfloat16", bias="1hqk")
+    case = Case("vjp", Hq=4, Hk=2, causal=True, dtype="bfloat16", bias="1hqk",
+                sink=(1.0, -3.0))
     x = inputs(case)
     y = backend.move(x)
     out, pullback = cf.attention_vjp(y.q, y.k, y.v, deterministic=True, **y.options)

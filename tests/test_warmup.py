@@ -54,6 +54,8 @@ USERS = {
     "bias, whole": (2, 4, 4, 384, 384, {"bias": (2, 4, 384, 384)}),
     "softcap": (1, 16, 8, 900, 900, {"causal": True, "softcap": 50.0}),
     "ALiBi": (1, 16, 16, 900, 900, {"causal": True, "alibi_slopes": (16,)}),
+    "sinks": (2, 64, 8, 1500, 1500, {"causal": True, "window": (127, 0), "sink": (64,)}),
+    "decode with sinks": (1, 64, 8, 1, 5000, {"causal": True, "sink": (64,)}),
 }
 
 
@@ -77,11 +79,13 @@ def needs(gpu, dtype, d, call, *, swapped=False, **wanted):
             return array((batch, N, heads, d), dtype).swapaxes(1, 2)
         return array((batch, heads, N, d), dtype)
 
-    dtypes = {"mask": bool, "bias": dtype, "alibi_slopes": np.float32}
-    options = Options(**{name: array(x, dtypes[name]) if name in dtypes else x
-                         for name, x in options.items()})
-    q, k = operand(heads_q, Nq), operand(heads_k, Nk)
     wide = np.float64 if dtype == np.float64 else np.float32
+    dtypes = {"mask": bool, "bias": dtype, "alibi_slopes": np.float32}
+    options = {name: array(x, dtypes[name]) if name in dtypes else x for name, x in options.items()}
+    if "sink" in options:       # whose elements are looked at
+        options["sink"] = np.zeros(options["sink"], wide)
+    options = Options(**options)
+    q, k = operand(heads_q, Nq), operand(heads_k, Nk)
     lse = array((batch, heads_q, Nq), wide)
     problems = {"forward": bind_forward(q, k, k, options, None, wanted.get("out_dtype"))[0],
                 "backward": bind_backward(q, q, k, k, q, lse, options, **{
@@ -106,7 +110,7 @@ def test_what_users_call_is_warm(gpu, dtype, d):
             cold = {entry for key, entry in needs(gpu, dtype, d, USERS[name], **wanted).items()
                     if key not in warm}
             assert cold == set(), (name, wanted)
-    assert len(warm) <= 88
+    assert len(warm) <= 100
 
 
 def test_the_kernels_for_sm_90a_are_warm():
@@ -179,8 +183,10 @@ def test_a_kernel_that_does_not_compile_is_reported(compiler, capsys):
     compiler.broken = True
     status, made = compiler("float32", "--head-dim", "64")
     out, err = capsys.readouterr()
-    assert status == 1 and f"{len(made) - 1} of {len(made)} kernels ready" in out
-    assert err.startswith("0: Imaginary 1: the CUDA kernel combine_") and err.count("\n") == 1
+    broken = sum(name.startswith("combine_") for name in made)
+    assert status == 1 and f"{len(made) - broken} of {len(made)} kernels ready" in out
+    assert err.startswith("0: Imaginary 1: the CUDA kernel combine_")
+    assert err.count("\n") == broken
 
 
 @pytest.mark.parametrize("text", ["0", "257", "-1", "wide", "64:", "64:128:1", "6_4"])

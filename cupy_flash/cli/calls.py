@@ -14,10 +14,12 @@ from numpy.lib.stride_tricks import as_strided
 from cupy_flash.arrays import Layouts
 from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.plan import make_plan
+from cupy_flash.problem import accumulator_of
 
 # Options by their words in `cupy_flash.attention`; "out_dtype" stands for "grad_dtype" too, and
 # "tf32" is a precision. What is not among them changes no kernel.
-USUAL = ("causal", "mask", "bias", "softcap", "alibi_slopes", "out_dtype", "deterministic")
+USUAL = ("causal", "mask", "bias", "softcap", "alibi_slopes", "sink", "out_dtype",
+         "deterministic")
 OPTIONS = (*USUAL, "tf32")
 _LENGTHS = ((1, 2**16), (48, 48), (128, 128), (200, 4096), (1024, 1024), (4096, 4096), (2**13, 128),
             (2**15, 2**15))
@@ -92,6 +94,8 @@ def _option_sets(options, dtype, scores):
         features.append({"softcap": 30.0})
     if "alibi_slopes" in options:
         features.append({"alibi_slopes": np.zeros(scores[1], np.float32)})
+    if "sink" in options:
+        features.append({"sink": np.zeros(scores[1], accumulator_of(dtype.name))})
     precisions = ("tf32x3", "tf32") if "tf32" in options else ("tf32x3",)
     if dtype != np.float32:
         precisions = (None,)
