@@ -11,7 +11,7 @@ import cupy_flash as cf
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on Linux")
 
-NAMES = ("q", "k", "v", "bias")
+NAMES = ("q", "k", "v", "bias", "sink")
 # The kernels, a type, head dims, and what else a call has.
 FAMILIES = {
     **{f"sm80 {kind}": ({"fused": SMALL[kind]}, kind, 20, {"bias": "bhqk"}) for kind in SMALL},

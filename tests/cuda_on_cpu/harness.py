@@ -167,12 +167,12 @@ class Fibers:
 
     def backward(self, dout, q, k, v, out, lse, *, dlse=None, grad_dtype=None, wrt=None,
                  deterministic=False, **options):
-        """dq, dk, dv and dbias (or None), as `cupy_flash.attention_backward` returns them."""
+        """The five fields of `cupy_flash.Gradients`, as `attention_backward` returns them."""
         problem, arrays = bind_backward(dout, q, k, v, out, lse, Options(**options), dlse=dlse,
                                         grad_dtype=grad_dtype, wrt=wrt,
                                         deterministic=deterministic)
         results = self.run(self.plan("backward", problem), arrays.named)
-        return tuple(results.get(name) for name in ("dq", "dk", "dv", "dbias"))
+        return tuple(results.get(name) for name in ("dq", "dk", "dv", "dbias", "dsink"))
 
     def plan(self, direction, problem):
         """The plan that a GPU would get, with this tile."""
