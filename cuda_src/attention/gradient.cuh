@@ -46,7 +46,8 @@ CF_DEVICE bool is_large(T lse) {
 template <typename Config, typename T>
 CF_DEVICE bool needs_sums(const BackwardParams& p, int64 head, T lse) {
   if constexpr (has<Config>(SINK) && hides_any<Config>()) {
-    if (lse == sink_of<T>(p, head)) return true;        // as where mask or bias hide all keys
+    // As where mask or bias hide all keys; of a NaN lse does not tell.
+    if (lse == sink_of<T>(p, head) || lse != lse) return true;
   }
   return is_large(lse);
 }

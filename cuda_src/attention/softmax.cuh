@@ -117,7 +117,7 @@ CF_DEVICE RowEnd<T> join_sink(T sink, T m, T l) {
   const T scale = exp(keys - reference_of(top));
   const T sum = l * scale + exp(sink - reference_of(top));
   const T inverse = sum != T(0) ? reciprocal<typename Config::element>(sum) : T(0);
-  return {top, sum, scale * inverse};
+  return {top, sum, l != T(0) ? scale * inverse : T(0)};
 }
 
 // All keys of a row have been seen. m: of scores in natural units, rounded as in the backward pass,

@@ -18,11 +18,13 @@ CF_DEVICE double sink_term(const BackwardParams& p, int64 b, int64 head, int64 q
   const Rows rows = open_rows(p, b, head, 1, query, 1);
   if (rows.rows == 0) return 0.;
   const uint64 state = row_state<T>(p, rows, 0);
-  T by = -at<const T>(state + p.state_rows * int64(sizeof(T)));
   if (at<const T>(state) == inf<T>()) {
-    by = p.dlse.address != 0 ? at<const T>(rows.address(p.dlse, 0)) : T(0);
+    const T dlse = p.dlse.address != 0 ? at<const T>(rows.address(p.dlse, 0)) : T(0);
+    return double(exp(sink - at<const T>(rows.address(p.lse, 0)))) * dlse;
   }
-  return double(exp(sink - at<const T>(rows.address(p.lse, 0)))) * by;
+  const Normaliser<T> n = normaliser_of<T>(p, rows, 0);
+  const T delta = at<const T>(state + p.state_rows * int64(sizeof(T)));
+  return double(exp(sink - n.reference - n.log_l)) * -delta;
 }
 
 // Tasks: query heads.
