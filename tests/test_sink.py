@@ -138,6 +138,14 @@ def test_a_nan_stays_in_its_head(backend):
         assert np.isnan(got[name][:, 1]).all()
 
 
+def test_a_nan_where_keys_are_split(backend):
+    """A row without keys is 0 there, too, and its lse the NaN."""
+    x = inputs(Case("split", B=2, Nq=3, Nk=4200, d=32, kv_lens=(4200, 0), sink=(np.nan, 1.0)))
+    out, lse = attend(backend, x)
+    assert np.isnan(lse[:, 0]).all() and np.isnan(out[0, 0]).all() and (out[1] == 0).all()
+    assert np.isfinite(lse[:, 1]).all() and np.isfinite(out[0, 1]).all()
+
+
 def test_rows_behind_the_lengths_add_nothing(backend):
     x = inputs(Case("lens", sink=(1.0, -1.0, 5.0, -INF), q_lens=(120, 40), kv_lens=(203, 90),
                     causal=True, **SIZES))
