@@ -32,7 +32,7 @@ class Gradients(NamedTuple):
         Shape of `bias`, summed over the axes along which it was broadcast; its dtype, or
         `grad_dtype`.
     dsink : ndarray (Hq,)
-        In the dtype of `sink`.
+        In the dtype of `sink`, always.
 
     What `wrt` leaves out is None, and so are dbias without a bias and dsink without a sink.
 
@@ -192,7 +192,8 @@ def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, determinist
         Bitwise equal from run to run. The CPU path always is, whatever the number of threads; on a
         GPU dq may otherwise differ in the last bits, and this takes longer.
     grad_dtype : dtype, optional
-        Of all gradients: None (each in its operand's dtype) or float32 (float64 for float64).
+        Of all gradients but dsink: None (each in its operand's dtype) or float32 (float64 for
+        float64).
     dq, dk, dv : ndarray, optional
         Buffers of the shapes of q, k, v and of the gradients' dtype, of any strides, apart from all
         inputs; they are returned.

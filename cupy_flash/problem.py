@@ -189,7 +189,9 @@ class Problem:
     def gradient_dtype(self, name):
         """Name of the element type of a gradient, which is named as the kernels do."""
         if name in GRADIENTS:
-            return self.grad_dtype or self.layouts[GRADIENTS[name].name].dtype.name
+            option = GRADIENTS[name]
+            wanted = None if option.accumulator else self.grad_dtype
+            return wanted or self.layouts[option.name].dtype.name
         return self.out_dtype
 
     def __str__(self):

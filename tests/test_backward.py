@@ -107,7 +107,8 @@ def test_deterministic_means_the_same_bits(backend, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grad_dtype(backend, dtype):
-    case = Case("grad-dtype", Hq=4, Hk=2, causal=True, dtype=dtype, bias="1hqk", data="mean1")
+    case = Case("grad-dtype", Hq=4, Hk=2, causal=True, dtype=dtype, bias="1hqk", data="mean1",
+                sink=(1.0, -2.0))
     x = inputs(case)
     accumulator = np.dtype(np.float64 if dtype == "float64" else np.float32)
     narrow, same, wide = (
@@ -117,6 +118,8 @@ def test_grad_dtype(backend, dtype):
     assert {array.dtype for array in wide.values() if array is not None} == {accumulator}
     assert_same_gradients(case.id, same, narrow)
     judge(case.id, wide, *answers(case))
+    dsink = wide.pop("dsink")       # has the accumulators' dtype, whatever the others have
+    assert_bit_equal("dsink", narrow.pop("dsink"), dsink)
     assert_same_gradients(
         case.id, {name: array.astype(x.q.dtype) for name, array in wide.items()}, narrow)
 
