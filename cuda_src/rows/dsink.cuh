@@ -12,15 +12,30 @@ struct DsinkTraits {
   static constexpr int smem_bytes = threads * int(sizeof(double));
 };
 
-// What row `query` of a head adds. In a row that sees no key D is 0, and `state` has no delta.
-template <typename T>
+// dlse - D of a row that sees none of the keys here: `state` has no delta of it. If it sees keys of
+// another part, out is that of the whole; if it sees none at all, out is 0, and dO may be NaN.
+template <typename Config>
+CF_DEVICE auto blind_delta(const BackwardParams& p, const Rows& rows) {
+  using T = accumulator<typename Config::element>;
+  T sum = p.dlse.address != 0 ? at<const T>(rows.address(p.dlse, 0)) : T(0);
+  const uint64 out = rows.address(p.out, 0), dout = rows.address(p.dout, 0);
+  for (int64 c = 0; c < p.d_v; ++c) {
+    const T O = load<T>(out + c * p.out.c, p.out.kind);
+    const T dO = load<T>(dout + c * p.dout.c, p.dout.kind);
+    if (O != T(0)) sum -= O * widen(to_operand<Config>(dO));
+  }
+  return sum;
+}
+
+// What row `query` of a head adds.
+template <typename Config, typename T>
 CF_DEVICE double sink_term(const BackwardParams& p, int64 b, int64 head, int64 query, T sink) {
   const Rows rows = open_rows(p, b, head, 1, query, 1);
   if (rows.rows == 0) return 0.;
   const uint64 state = row_state<T>(p, rows, 0);
   if (at<const T>(state) == inf<T>()) {
-    const T dlse = p.dlse.address != 0 ? at<const T>(rows.address(p.dlse, 0)) : T(0);
-    return double(exp(sink - at<const T>(rows.address(p.lse, 0)))) * dlse;
+    const T P = exp(sink - at<const T>(rows.address(p.lse, 0)));
+    return double(P) * blind_delta<Config>(p, rows);
   }
   const Normaliser<T> n = normaliser_of<T>(p, rows, 0);
   const T delta = at<const T>(state + p.state_rows * int64(sizeof(T)));
@@ -39,7 +54,7 @@ CF_DEVICE void dsink(const BackwardParams& p) {
     double sum = 0.;
     for (int64 i = thread; i < p.batch * p.Nq && sink != -inf<T>();
          i += DsinkTraits<Config>::threads) {
-      sum += sink_term(p, i / p.Nq, head, i % p.Nq, sink);
+      sum += sink_term<Config>(p, i / p.Nq, head, i % p.Nq, sink);
     }
     sums[thread] = sum;
     ptx::sync_block("sums_written");
