@@ -193,32 +193,36 @@ CF_DEVICE void add_rows(Gradient& g, const BackwardParams& p, const FusedTiles<C
   }
 }
 
-// dk or dv of a block's keys, or what a piece of the rows adds to its sums.
-template <typename Config, int width, int M, int N>
-CF_DEVICE void store_gradient(const BackwardParams& p, const Tensor& t, uint64 sums, int columns,
+// Where dk or dv of the block's keys goes, or what a piece of the rows adds to its sums.
+struct GradientPlace {
+  const Tensor& t;
+  uint64 sums;
+  int columns;
+};
+
+template <typename Config, int width>
+CF_DEVICE void store_gradient(const BackwardParams& p, const GradientPlace& place,
                               const OwnKeys& own, const RowPiece& piece, int64 split,
-                              const typename Fragments<Config>::C (&acc)[M][N], int column,
-                              accumulator<typename Config::element> scale, bool mine,
-                              unsigned char* memory) {
+                              const accumulator<typename Config::element>* tile) {
   using A = accumulator<typename Config::element>;
-  const A* const tile = stage_gradient<Config, width>(acc, column, scale, mine, memory);
   if constexpr (has_pieces<Config>()) {
-    add_rows_to<Config, width>(sums_of<A>(p, sums, columns, split, own.head), own, columns,
-                               piece.first, tile);
+    add_rows_to<Config, width>(sums_of<A>(p, place.sums, place.columns, split, own.head), own,
+                               place.columns, piece.first, tile);
   } else {
-    const uint64 base = head_address(t, own.head / p.heads_k, own.head % p.heads_k);
-    write_rows<Config, width>(t, base, own, columns, tile);
+    const uint64 base = head_address(place.t, own.head / p.heads_k, own.head % p.heads_k);
+    write_rows<Config, width>(place.t, base, own, place.columns, tile);
   }
 }
 
-// dk, dv and what the keys key0 ... key0 + Bc of a key head add to dq, over a piece of the rows.
+// dk, dv and what the keys of a tile add to dq, over a piece of the rows.
 template <typename Config>
-CF_DEVICE void fused_keys(const BackwardParams& p, const FusedTiles<Config>& t, int64 b,
-                          int64 head_k, int64 key0, const RowPiece& piece, int64 split,
-                          unsigned char* memory) {
+CF_DEVICE void fused_keys(const BackwardParams& p, const FusedTiles<Config>& t,
+                          const SplitTile& at, const RowPiece& piece, unsigned char* memory) {
   using Traits = BackwardSm80Traits<Config>;
   using A = accumulator<typename Config::element>;
-  if (threadIdx.x == 0) *t.own = open_keys<Config>(p, b, head_k, key0, piece);
+  if (threadIdx.x == 0) {
+    *t.own = open_keys<Config>(p, at.b, at.head_k, at.tile * Config::Bc, piece);
+  }
   ptx::sync_block("keys_opened");                       // it is known who sees the keys
   GradientOf<Config> g = {};
   const OwnKeys& own = *t.own;
@@ -231,12 +235,15 @@ CF_DEVICE void fused_keys(const BackwardParams& p, const FusedTiles<Config>& t, 
   }
   const int part = Share<Config>::part();
   if constexpr (wants<Config>(DK)) {
-    store_gradient<Config, Config::d>(p, p.dk, p.dk_sums, int(p.d), own, piece, split, g.dk(),
-                                      part * Traits::d_part, A(p.scale), has_dk<Config>(), memory);
+    const A* const tile = stage_gradient<Config, Config::d>(
+        g.dk(), part * Traits::d_part, A(p.scale), has_dk<Config>(), memory);
+    store_gradient<Config, Config::d>(p, {p.dk, p.dk_sums, int(p.d)}, own, piece, at.split, tile);
   }
   if constexpr (wants<Config>(DV)) {
-    store_gradient<Config, Config::d_v>(p, p.dv, p.dv_sums, int(p.d_v), own, piece, split, g.dv(),
-                                        part * Traits::v_part, A(1), has_dv<Config>(), memory);
+    const A* const tile = stage_gradient<Config, Config::d_v>(
+        g.dv(), part * Traits::v_part, A(1), has_dv<Config>(), memory);
+    store_gradient<Config, Config::d_v>(p, {p.dv, p.dv_sums, int(p.d_v)}, own, piece, at.split,
+                                        tile);
   }
 }
 
@@ -249,7 +256,7 @@ CF_DEVICE void backward_sm80(const BackwardParams& p) {
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
     const SplitTile at = split_tile(p, task, has_pieces<Config>() ? p.row_splits : 1, tiles, false);
     walk_pieces<Config>(p, at.split, [&](const RowPiece& piece) {
-      fused_keys<Config>(p, t, at.b, at.head_k, at.tile * Config::Bc, piece, at.split, memory);
+      fused_keys<Config>(p, t, at, piece, memory);
       ptx::sync_block("memory_free");                   // for the next piece or task
     });
   }

@@ -1,6 +1,6 @@
 // Copies of tiles that go on while the block computes.
 //
-// A thread starts its copies with `copy_tile`, closes them as a group, later waits for the group,
+// A thread starts its copies with `copy_rows`, closes them as a group, later waits for the group,
 // rounds what it copied itself if the kind asks for it, and meets the others at a barrier: only
 // then is the tile complete for all.
 #pragma once
@@ -34,30 +34,29 @@ CF_DEVICE bool copies_whole(const Tensor& t, int64 vector_bytes) {
 // The part of a tile that a thread copies, of any rows: packed ones, and such as 16-byte copies do
 // not fit; those are there at once. Rolled up, because it stands beside the fast way everywhere.
 template <typename Config, int width, int pitch>
-CF_DEVICE void copy_any_rows(typename Config::element* tile, int height, const Tensor& t,
-                             uint64 base, const PackedRows& packed, int begin, int count,
-                             int columns, int64 vector_bytes) {
+CF_DEVICE void copy_any_rows(typename Config::element* tile, int height, const RowBlock& block) {
   using T = typename Config::element;
   using Grid = ChunkGrid<Config, 1, width>;
-  const bool whole = copies_whole<Config>(t, vector_bytes);
+  const bool whole = copies_whole<Config>(block.t, block.vector_bytes);
 #pragma unroll 1
   for (int r = Grid::row(); r < height; r += Grid::step) {
-    const uint64 row = base + packed.offset(t, r);
+    const uint64 row = block.row(r);
 #pragma unroll 1
     for (int c = Grid::column(); c < width; c += Grid::across * Grid::elements) {
       T* const to = tile + r * pitch + c;
-      const bool there = r >= begin && r < count && c < columns;
+      const bool there = block.has(r, c);
       if (whole) {
         ptx::copy_16_bytes(ptx::Shared(to), row + c * int(sizeof(T)), there);
         continue;
       }
       Chunk chunk = {};
       if (there) {
-        if (sizeof(T) == 2 && t.kind == FLOAT32) {
-          if constexpr (sizeof(T) == 2) chunk = load_narrowed<T>(row + 4 * c, columns - c);
+        const int columns = block.columns - c;
+        if (sizeof(T) == 2 && block.t.kind == FLOAT32) {
+          if constexpr (sizeof(T) == 2) chunk = load_narrowed<T>(row + 4 * c, columns);
         } else {
-          chunk = load_chunk(row + c * int(sizeof(T)), (columns - c) * int(sizeof(T)),
-                             int(vector_bytes));
+          chunk = load_chunk(row + c * int(sizeof(T)), columns * int(sizeof(T)),
+                             block.vector_bytes);
         }
       }
       *reinterpret_cast<Chunk*>(to) = chunk;
@@ -104,21 +103,6 @@ CF_DEVICE void copy_rows(ptx::Shared to, const Tensor& t, uint64 from, int begin
                          (all || first + i * Grid::step < real) && Grid::column() + c < columns);
     }
     from += Grid::step * t.n;
-  }
-}
-
-// Starts to copy a tile: its first row is packed row `row0` of the heads that start at `base`.
-// group: query heads of a key head, 1 for keys and values.
-template <typename Config, int height, int width, int pitch>
-CF_DEVICE void copy_tile(typename Config::element* tile, const Tensor& t, uint64 base, int64 row0,
-                         int begin, int count, int columns, int64 group, int64 vector_bytes) {
-  if (group == 1 && copies_whole<Config>(t, vector_bytes)) {
-    copy_rows<Config, height, width, pitch>(copy_place<Config, height, width, pitch>(tile), t,
-                                            copy_start<Config, height, width>(t, base, row0), begin,
-                                            count, columns);
-  } else {
-    copy_any_rows<Config, width, pitch>(tile, height, t, base, PackedRows(row0, group), begin,
-                                        count, columns, vector_bytes);
   }
 }
 

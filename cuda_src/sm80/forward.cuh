@@ -137,8 +137,8 @@ struct ForwardWalk {
       copy_rows<Config, Bc, Config::d, Traits::pitch>(k_place, p.k, start_K(of, key0), first, end,
                                                       int(p.d));
     } else {
-      copy_any_rows<Config, Config::d, Traits::pitch>(t.K, Bc, p.k, of.k_base, PackedRows(key0, 1),
-                                                      first, end, int(p.d), p.vector_bytes);
+      copy_any_rows<Config, Config::d, Traits::pitch>(
+          t.K, Bc, key_block(p, p.k, of.k_base, key0, first, end, p.d));
     }
   }
   CF_DEVICE void copy_V(int key0) const {
@@ -147,9 +147,8 @@ struct ForwardWalk {
       copy_rows<Config, Bc, Config::d_v, Traits::pitch_v>(v_place, p.v, start_V(key0), first, end,
                                                           int(p.d_v));
     } else {
-      copy_any_rows<Config, Config::d_v, Traits::pitch_v>(t.V, Bc, p.v, task.v_base,
-                                                          PackedRows(key0, 1), first, end,
-                                                          int(p.d_v), p.vector_bytes);
+      copy_any_rows<Config, Config::d_v, Traits::pitch_v>(
+          t.V, Bc, key_block(p, p.v, task.v_base, key0, first, end, p.d_v));
     }
   }
 
@@ -323,8 +322,7 @@ CF_DEVICE void forward_sm80_tile(const ForwardParams& p,
         copy_place<Config, Br, Config::d, Traits::pitch_Q>(t.Q), p.q,
         copy_start<Config, Br, Config::d>(p.q, rows.base(p.q), row0), 0, rows.rows, int(p.d));
   } else {
-    copy_any_rows<Config, Config::d, Traits::pitch_Q>(t.Q, Br, p.q, rows.base(p.q), rows.packed, 0,
-                                                      rows.rows, int(p.d), p.vector_bytes);
+    copy_any_rows<Config, Config::d, Traits::pitch_Q>(t.Q, Br, query_block(p, p.q, rows, p.d));
   }
   if constexpr (changes_scores<Config>()) {
     for (int r = int(threadIdx.x); r < Br; r += Traits::threads) {

@@ -118,8 +118,9 @@ struct Walk {
           copy_start<Threads, Config::Bc, width>(x, base, own.key0), own.seen_first, own.seen_end,
           columns);
     } else {
-      copy_slowly<width, pitch>(tile, Config::Bc, x, base, PackedRows(own.key0, 1), own.seen_first,
-                                own.seen_end, columns, p.vector_bytes);
+      copy_slowly<width, pitch>(
+          tile, Config::Bc,
+          key_block(p, x, base, own.key0, own.seen_first, own.seen_end, columns));
     }
   }
 
@@ -164,11 +165,8 @@ struct Walk {
   // What follows is rare, and called so that it is compiled once, not wherever rows are copied.
   template <int width, int pitch>
   CF_DEVICE_CALLED static void copy_slowly(typename Config::element* tile, int height,
-                                           const Tensor& x, uint64 base, PackedRows packed,
-                                           int begin, int count, int columns,
-                                           int64 vector_bytes) {
-    copy_any_rows<Copiers<Config>, width, pitch>(tile, height, x, base, packed, begin, count,
-                                                 columns, vector_bytes);
+                                           RowBlock block) {
+    copy_any_rows<Copiers<Config>, width, pitch>(tile, height, block);
   }
 
   CF_DEVICE_CALLED static void copy_some_rows(const BackwardParams& p, int tile, int stage,
@@ -180,14 +178,14 @@ struct Walk {
     const Rows rows = walk.rows_of(tile);
     const int begin = walk.begin_of(rows);
     if (queries) {
-      copy_slowly<Config::d, Tiles::q_pitch>(t.Q + stage * Tiles::q_step, Config::Br, p.q, own.q,
-                                             rows.packed, begin, rows.rows, int(p.d),
-                                             p.vector_bytes);
+      copy_slowly<Config::d, Tiles::q_pitch>(
+          t.Q + stage * Tiles::q_step, Config::Br,
+          {p.q, own.q, rows.packed, begin, rows.rows, int(p.d), int(p.vector_bytes)});
     }
     if (gradients) {
-      copy_slowly<Config::d_v, Tiles::v_pitch>(t.dO + stage * Tiles::v_step, Config::Br, p.dout,
-                                               own.dout, rows.packed, begin, rows.rows,
-                                               int(p.d_v), p.vector_bytes);
+      copy_slowly<Config::d_v, Tiles::v_pitch>(
+          t.dO + stage * Tiles::v_step, Config::Br,
+          {p.dout, own.dout, rows.packed, begin, rows.rows, int(p.d_v), int(p.vector_bytes)});
     }
   }
 

@@ -22,9 +22,10 @@ struct DqWmmaTraits : GradientTraits<Config, Keeps::dS> {
 template <typename Config>
 CF_DEVICE void backward_keys(const BackwardParams& p,
                              const GradientTiles<Config, Keeps::P_and_dS>& t,
-                             const Where<Config>& where, int64 b, int64 head_k, int64 key0,
-                             const RowPiece& piece, int64 split) {
+                             const Where<Config>& where, const SplitTile& at,
+                             const RowPiece& piece) {
   using T = accumulator<typename Config::element>;
+  const int64 b = at.b, head_k = at.head_k, key0 = at.tile * Config::Bc, split = at.split;
   constexpr int Br = Config::Br, Bc = Config::Bc, d = Config::d, d_v = Config::d_v;
   const int keys = int(min(p.Nk - key0, int64(Bc)));
   load_keys(t, p, b, head_k, key0, 0, keys);
@@ -60,8 +61,8 @@ CF_DEVICE void backward_keys(const BackwardParams& p,
       add_rows_to(sums_of<T>(p, sums, columns, split, b * p.heads_k + head_k), key0, keys,
                   int(columns), acc, where, scale, piece.first);
     } else {
-      store_rows(to, head_address(to, b, head_k), PackedRows(key0, 1), keys, int(columns), acc,
-                 where, Uniform<T>{scale});
+      store_rows(key_block(p, to, head_address(to, b, head_k), key0, 0, keys, columns), acc, where,
+                 Uniform<T>{scale});
     }
   };
   if constexpr (wants<Config>(DK)) store_keys(p.dk, p.dk_sums, p.d, dk, T(p.scale));
@@ -78,7 +79,7 @@ CF_DEVICE void dkdv_wmma(const BackwardParams& p) {
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
     const SplitTile at = split_tile(p, task, has_pieces<Config>() ? p.row_splits : 1, tiles, false);
     walk_pieces<Config>(p, at.split, [&](const RowPiece& piece) {
-      backward_keys<Config>(p, t, where, at.b, at.head_k, at.tile * Config::Bc, piece, at.split);
+      backward_keys<Config>(p, t, where, at, piece);
     });
   }
 }
@@ -119,7 +120,8 @@ CF_DEVICE void backward_rows(const BackwardParams& p, const GradientTiles<Config
   }
   ptx::sync_block("factors_written");
   const int count = int(min(p.group * p.Nq - row0, int64(Br)));
-  store_rows(p.dq, rows.base(p.dq), rows.packed, count, int(p.d), dq, where, t.delta);
+  store_rows(RowBlock{p.dq, rows.base(p.dq), rows.packed, 0, count, int(p.d), 0}, dq, where,
+             t.delta);
 }
 
 // Tasks: tiles of query rows of a key head.

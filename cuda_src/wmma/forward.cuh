@@ -105,12 +105,11 @@ CF_DEVICE void finish_rows(const ForwardParams& p, const ForwardWmmaTiles<Config
 // The packed rows row0 ... row0 + Br of one key head, over the keys of one split.
 template <typename Config>
 CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardWmmaTiles<Config>& t,
-                            const Where<Config>& where, int64 b, int64 head_k, int64 row0,
-                            int64 split) {
+                            const Where<Config>& where, const SplitTile& at) {
   using T = accumulator<typename Config::element>;
+  const int64 b = at.b, head_k = at.head_k, row0 = at.tile * Config::Br, split = at.split;
   const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Config::Br);
-  load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q),
-                                           row0, 0, rows.rows, int(p.d), p.group, p.vector_bytes);
+  load_tile<Config, Config::Br, Config::d>(t.Q, query_block(p, p.q, rows, p.d));
   find_ranges<Config>(t.ranges, p, rows);
   const uint64 k_base = head_address(p.k, b, head_k), v_base = head_address(p.v, b, head_k);
   Accumulators<Config, Config::Br, Config::d_v> acc;
@@ -122,10 +121,10 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardWmmaTiles<Confi
   for (int64 key0 = first / Config::Bc * Config::Bc; key0 < last; key0 += Config::Bc) {
     const int begin = int(max(first - key0, int64(0)));
     const int keys = int(min(last - key0, int64(Config::Bc)));
-    load_tile<Config, Config::Bc, Config::d>(t.K, p.k, k_base, key0, begin, keys, int(p.d), 1,
-                                             p.vector_bytes);
-    load_tile<Config, Config::Bc, Config::d_v>(t.V, p.v, v_base, key0, begin, keys, int(p.d_v), 1,
-                                               p.vector_bytes);
+    load_tile<Config, Config::Bc, Config::d>(
+        t.K, key_block(p, p.k, k_base, key0, begin, keys, p.d));
+    load_tile<Config, Config::Bc, Config::d_v>(
+        t.V, key_block(p, p.v, v_base, key0, begin, keys, p.d_v));
     ptx::sync_block("tiles_loaded");                    // Q, K, V and ranges
     multiply_into<Config::d, Config::Br, Config::Bc, Config>(t.S, as_is<Config::d>(t.Q),
                                                              transposed<Config::d>(t.K));
@@ -147,8 +146,8 @@ CF_DEVICE void forward_tile(const ForwardParams& p, const ForwardWmmaTiles<Confi
   const Tensor out = split_out<T>(p, split);
   finish_rows<Config>(p, t, rows, state, split, count);
   ptx::sync_block("l_written");
-  store_rows(out, rows.base(out), rows.packed, count, int(p.d_v),
-             acc, where, t.alpha);
+  store_rows(RowBlock{out, rows.base(out), rows.packed, 0, count, int(p.d_v), 0}, acc, where,
+             t.alpha);
 }
 
 // Tasks: tiles of query rows of a key head, each once per split of the keys.
@@ -160,7 +159,7 @@ CF_DEVICE void forward_wmma(const ForwardParams& p) {
   const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
   for (int64 task = blockIdx.x; task < p.tasks; task += gridDim.x) {
     const SplitTile at = split_tile(p, task, p.splits, tiles, true);
-    forward_tile<Config>(p, t, where, at.b, at.head_k, at.tile * Config::Br, at.split);
+    forward_tile<Config>(p, t, where, at);
     ptx::sync_block("memory_free");                     // for the next task
   }
 }

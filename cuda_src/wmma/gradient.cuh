@@ -90,11 +90,8 @@ CF_DEVICE void load_state(const GradientTiles<Config, keeps>& t, const BackwardP
 template <typename Config, Keeps keeps>
 CF_DEVICE void load_rows(const GradientTiles<Config, keeps>& t, const BackwardParams& p,
                          const Rows& rows) {
-  const int64 group = rows.packed.group;
-  load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q), rows.row0, 0, rows.rows,
-                                           int(p.d), group, p.vector_bytes, t.lse);
-  load_tile<Config, Config::Br, Config::d_v>(t.dO, p.dout, rows.base(p.dout), rows.row0, 0,
-                                             rows.rows, int(p.d_v), group, p.vector_bytes, t.lse);
+  load_tile<Config, Config::Br, Config::d>(t.Q, query_block(p, p.q, rows, p.d), t.lse);
+  load_tile<Config, Config::Br, Config::d_v>(t.dO, query_block(p, p.dout, rows, p.d_v), t.lse);
 }
 
 // K and V of one key tile: keys from `begin` on, `keys` in all.
@@ -102,10 +99,9 @@ template <typename Config, Keeps keeps>
 CF_DEVICE void load_keys(const GradientTiles<Config, keeps>& t, const BackwardParams& p, int64 b,
                          int64 head_k, int64 key0, int begin, int keys) {
   const uint64 k_base = head_address(p.k, b, head_k), v_base = head_address(p.v, b, head_k);
-  load_tile<Config, Config::Bc, Config::d>(t.K, p.k, k_base, key0, begin, keys, int(p.d), 1,
-                                           p.vector_bytes);
-  load_tile<Config, Config::Bc, Config::d_v>(t.V, p.v, v_base, key0, begin, keys, int(p.d_v), 1,
-                                             p.vector_bytes);
+  load_tile<Config, Config::Bc, Config::d>(t.K, key_block(p, p.k, k_base, key0, begin, keys, p.d));
+  load_tile<Config, Config::Bc, Config::d_v>(
+      t.V, key_block(p, p.v, v_base, key0, begin, keys, p.d_v));
 }
 
 // S = Q K^T and dP = dO V^T.

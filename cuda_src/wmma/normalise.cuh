@@ -47,8 +47,7 @@ CF_DEVICE void normalise_tile(const BackwardParams& p, const ForwardWmmaTiles<Co
   using T = accumulator<typename Config::element>;
   const Rows rows = open_rows(p, b, head_k * p.group, p.group, row0, Config::Br);
   if (!keep_lse<Config>(p, rows)) return;
-  load_tile<Config, Config::Br, Config::d>(t.Q, p.q, rows.base(p.q), row0, 0, rows.rows, int(p.d),
-                                           p.group, p.vector_bytes);
+  load_tile<Config, Config::Br, Config::d>(t.Q, query_block(p, p.q, rows, p.d));
   find_ranges<Config>(t.ranges, p, rows);
   const uint64 k_base = head_address(p.k, b, head_k);
   Statistics<Config> state;
@@ -56,8 +55,7 @@ CF_DEVICE void normalise_tile(const BackwardParams& p, const ForwardWmmaTiles<Co
   for (int64 key0 = range.first / Bc * Bc; key0 < range.end; key0 += Bc) {
     const int begin = int(max(range.first - key0, int64(0)));
     const int keys = int(min(range.end - key0, int64(Bc)));
-    load_tile<Config, Bc, Config::d>(t.K, p.k, k_base, key0, begin, keys, int(p.d), 1,
-                                     p.vector_bytes);
+    load_tile<Config, Bc, Config::d>(t.K, key_block(p, p.k, k_base, key0, begin, keys, p.d));
     ptx::sync_block("tiles_loaded");                    // Q, K and ranges
     multiply_into<Config::d, Config::Br, Bc, Config>(t.S, as_is<Config::d>(t.Q),
                                                      transposed<Config::d>(t.K));

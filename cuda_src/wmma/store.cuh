@@ -18,11 +18,10 @@ CF_DEVICE_CALLED void store_element(uint64 address, int64 kind, T x) {
   store(address, kind, x);
 }
 
-// t[row r] = factor[r] * acc[r] for r < count, 0 where the factor is 0: an accumulator that the row
-// did not fill may hold a NaN of its neighbours. base: the first row of the first head.
+// Row r of the block = factor[r] * acc[r], 0 where the factor is 0: an accumulator that the row did
+// not fill may hold a NaN of its neighbours.
 template <typename Config, int M, int N, typename Factor>
-CF_DEVICE void store_rows(const Tensor& t, uint64 base, const PackedRows& rows, int count,
-                          int columns, const Accumulators<Config, M, N>& acc,
+CF_DEVICE void store_rows(const RowBlock& block, const Accumulators<Config, M, N>& acc,
                           const Where<Config>& where, const Factor& factor) {
   using T = accumulator<typename Config::element>;
   using Acc = Accumulators<Config, M, N>;
@@ -31,13 +30,13 @@ CF_DEVICE void store_rows(const Tensor& t, uint64 base, const PackedRows& rows, 
 #pragma unroll
     for (int e = 0; e < Acc::sums; ++e) {
       const int r = acc.row(i) + where.row(e);
-      if (r >= count) continue;
-      const uint64 row = base + rows.offset(t, r);
+      if (r >= block.count) continue;
+      const uint64 row = block.row(r);
 #pragma unroll
       for (int j = 0; j < Acc::columns; ++j) {
         const int c = acc.column(j) + where.column(e);
         const T x = factor[r] != T(0) ? acc.x[i][j].x[e] * factor[r] : T(0);
-        if (c < columns) store_element(row + c * t.c, t.kind, x);
+        if (c < block.columns) store_element(row + c * block.t.c, block.t.kind, x);
       }
     }
   }

@@ -58,22 +58,18 @@ CF_DEVICE bool kept(const T* skip, int r) {
   return skip == nullptr || skip[r] != inf<T>();
 }
 
-// tile[r, c] = packed row `row0 + r`, column c, of the heads that start at `base`. Rows before
-// `begin` and from `count` on, and columns from `columns` on, are zero, whatever memory holds:
-// 0 * NaN would be NaN.
+// tile = the block, without the rows that are left out.
 template <typename Config, int height, int width>
-CF_DEVICE void load_tile(typename Config::element* tile, const Tensor& t, uint64 base, int64 row0,
-                         int begin, int count, int columns, int64 group, int64 vector_bytes,
+CF_DEVICE void load_tile(typename Config::element* tile, const RowBlock& block,
                          const accumulator<typename Config::element>* skip = nullptr) {
   using T = typename Config::element;
   constexpr int elements = 16 / int(sizeof(T));
   constexpr int chunks = width / elements;
-  const PackedRows rows(row0, group);
   for (int i = int(threadIdx.x); i < height * chunks; i += 32 * Config::warps) {
     const int r = i / chunks, c = i % chunks * elements;
     Chunk chunk = {};
-    if (r >= begin && r < count && c < columns && kept(skip, r)) {
-      chunk = load_operands<Config>(t, base + rows.offset(t, r), c, columns, int(vector_bytes));
+    if (block.has(r, c) && kept(skip, r)) {
+      chunk = load_operands<Config>(block.t, block.row(r), c, block.columns, block.vector_bytes);
     }
     *reinterpret_cast<Chunk*>(tile + r * pitch<T>(width) + c) = chunk;
   }
