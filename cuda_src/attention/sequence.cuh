@@ -70,12 +70,14 @@ CF_DEVICE Rows open_rows(const Params& p, int64 b, int64 head0, int64 group, int
 
 // Rows of an array as a tile has them: row r of the tile is packed row r of the heads that start at
 // `base`. Rows before `begin` and from `count` on, and columns from `columns` on, do not exist: in
-// a tile they are zeros, whatever memory holds, for 0 * NaN would be NaN. Loads of vector_bytes fit.
+// a tile they are zeros, whatever memory holds, for 0 * NaN would be NaN. Loads of vector_bytes
+// are aligned in all rows.
 struct RowBlock {
   const Tensor& t;
   uint64 base;
   PackedRows packed;
-  int begin, count, columns, vector_bytes;
+  int begin, count, columns;
+  int64 vector_bytes;
 
   CF_DEVICE uint64 row(int r) const { return base + packed.offset(t, r); }
   CF_DEVICE bool has(int r, int c) const { return r >= begin && r < count && c < columns; }
@@ -84,11 +86,11 @@ struct RowBlock {
 // The rows of queries of an array [batch, heads_q, Nq, columns]; the keys begin ... count - 1 from
 // key0 on of one [batch, heads_k, Nk, columns].
 CF_DEVICE RowBlock query_block(const Params& p, const Tensor& t, const Rows& rows, int64 columns) {
-  return {t, rows.base(t), rows.packed, 0, rows.rows, int(columns), int(p.vector_bytes)};
+  return {t, rows.base(t), rows.packed, 0, rows.rows, int(columns), p.vector_bytes};
 }
 CF_DEVICE RowBlock key_block(const Params& p, const Tensor& t, uint64 base, int64 key0, int begin,
                              int count, int64 columns) {
-  return {t, base, PackedRows(key0, 1), begin, count, int(columns), int(p.vector_bytes)};
+  return {t, base, PackedRows(key0, 1), begin, count, int(columns), p.vector_bytes};
 }
 
 }  // namespace cf

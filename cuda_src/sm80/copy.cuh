@@ -56,7 +56,7 @@ CF_DEVICE void copy_any_rows(typename Config::element* tile, int height, const R
           if constexpr (sizeof(T) == 2) chunk = load_narrowed<T>(row + 4 * c, columns);
         } else {
           chunk = load_chunk(row + c * int(sizeof(T)), columns * int(sizeof(T)),
-                             block.vector_bytes);
+                             int(block.vector_bytes));
         }
       }
       *reinterpret_cast<Chunk*>(to) = chunk;

@@ -180,12 +180,12 @@ struct Walk {
     if (queries) {
       copy_slowly<Config::d, Tiles::q_pitch>(
           t.Q + stage * Tiles::q_step, Config::Br,
-          {p.q, own.q, rows.packed, begin, rows.rows, int(p.d), int(p.vector_bytes)});
+          {p.q, own.q, rows.packed, begin, rows.rows, int(p.d), p.vector_bytes});
     }
     if (gradients) {
       copy_slowly<Config::d_v, Tiles::v_pitch>(
           t.dO + stage * Tiles::v_step, Config::Br,
-          {p.dout, own.dout, rows.packed, begin, rows.rows, int(p.d_v), int(p.vector_bytes)});
+          {p.dout, own.dout, rows.packed, begin, rows.rows, int(p.d_v), p.vector_bytes});
     }
   }
 

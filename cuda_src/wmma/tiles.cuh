@@ -69,7 +69,8 @@ CF_DEVICE void load_tile(typename Config::element* tile, const RowBlock& block,
     const int r = i / chunks, c = i % chunks * elements;
     Chunk chunk = {};
     if (block.has(r, c) && kept(skip, r)) {
-      chunk = load_operands<Config>(block.t, block.row(r), c, block.columns, block.vector_bytes);
+      chunk = load_operands<Config>(block.t, block.row(r), c, block.columns,
+                                    int(block.vector_bytes));
     }
     *reinterpret_cast<Chunk*>(tile + r * pitch<T>(width) + c) = chunk;
   }
