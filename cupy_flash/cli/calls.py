@@ -83,7 +83,11 @@ def _deterministic(options):
 
 
 def _option_sets(options, dtype, scores):
-    """The `Options` of calls with scores of this shape: one feature at a time, causal or not."""
+    """The `Options` of calls with scores of this shape, causal or not.
+
+    Kernels are compiled for the options that a call has: each by itself, and, where not the usual
+    ones are asked for, those that are together.
+    """
     features = [{}]
     if "mask" in options:
         features.append({"mask": np.broadcast_to(np.True_, scores)})
@@ -96,6 +100,8 @@ def _option_sets(options, dtype, scores):
         features.append({"alibi_slopes": np.zeros(scores[1], np.float32)})
     if "sink" in options:
         features.append({"sink": np.zeros(scores[1], accumulator_of(dtype.name))})
+    if tuple(options) != USUAL and len(features) > 2:
+        features.append({name: x for feature in features for name, x in feature.items()})
     precisions = ("tf32x3", "tf32") if "tf32" in options else ("tf32x3",)
     if dtype != np.float32:
         precisions = (None,)

@@ -36,7 +36,8 @@ def add_arguments(parser):
                              "or D:DV where v has another (default: 64 128)")
     parser.add_argument("--options", nargs="*", choices=calls.OPTIONS, default=calls.USUAL,
                         metavar="OPTION", help="what calls on CUDA devices have beside q, k and v: "
-                        f"any of {', '.join(calls.OPTIONS)} (default: all but tf32)")
+                        f"any of {', '.join(calls.OPTIONS)}; each by itself, and those that are "
+                        "named together (default: all but tf32, each by itself)")
 
 
 def run(arguments) -> int:
