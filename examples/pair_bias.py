@@ -40,7 +40,7 @@ mask = xp.asarray(np.arange(N) < lengths[:, None])[:, None, None, :]
 def ours():
     """Output and gradients by `attention_vjp`."""
     out, pullback = cf.attention_vjp(q, k, v, bias=bias, mask=mask)
-    return [host(x) for x in (out, *pullback(dout))]
+    return [host(x) for x in (out, *pullback(dout)[:4])]
 
 
 def plain():

@@ -42,8 +42,8 @@ CF_DEVICE void exchange_words(const Part& part) {
     case 3: part.read(next); break;
     case 4: ptx::sync_warp("warp"); part.read(next); break;
     case 5: __shfl_xor_sync(0xFFFFFFFF, other, 1); part.read(next); break;
-    case 6: ptx::barrier(1, 64, "both warps"); part.read(other); break;
-    case 7: ptx::barrier(1 + part.me / 32, 32, "a warp"); part.read(other); break;
+    case 6: ptx::named_barrier_wait(1, 64, "both warps"); part.read(other); break;
+    case 7: ptx::named_barrier_wait(1 + part.me / 32, 32, "a warp"); part.read(other); break;
     case 8: ptx::sync_block("block"); part.load_rows(other); part.write(); break;
     case 9: ptx::sync_block("block"); part.load_rows(part.me); part.write(); break;
   }

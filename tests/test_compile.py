@@ -97,7 +97,7 @@ def test_a_wrong_size_does_not_compile():
 def test_products_of_the_general_kernels(kind):
     """The tier is what its name says, but for TF32: see cuda_src/ptx/mma.cuh."""
     one = next(u for u in units.all_units(90).values()
-               if u.entry == "forward_wmma" and f"_{kind}_" in u.name)
+               if u.entry == "dkdv_wmma" and f"_{kind}_" in u.name)
     ptx = nvrtc.ptx(one.text, 90)
     if kind.startswith("tf32"):
         assert "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32" in ptx and "wmma.mma" not in ptx

@@ -43,7 +43,7 @@ def call(dtype, fibers):
 def attempt(run):
     """The bytes of the results of run(); None if a kernel of it failed."""
     try:
-        return [x.tobytes() for x in run()]
+        return [None if x is None else x.tobytes() for x in run()]
     except KernelError:
         return None
 
