@@ -16,8 +16,8 @@ from cupy_flash.problem import UNLIMITED, Mask
 HOPPER = replace(H200, targets=("90a",))
 # Bytes of spilled registers, of any compiler: at the ends of tiles, not in the loop over keys.
 SPILLED = {192: 192, 128: 64}
-# With options some are in it, most with both mask and bias. One option takes two fifths to four fifths of the time that they took
-# with a branch for each and fewer spills (H200).
+# With options some are in it, most with both mask and bias. With one option calls take two fifths
+# to four fifths of the time that they took with a branch for each and fewer spills (H200).
 SPILLED_WITH_OPTIONS = 640
 WIDTHS = [(row.d, row.d_v) for row in ROWS] + [(80, 80), (96, 96)]
 
