@@ -355,3 +355,19 @@ PRECISIONS = tuple(
 CASES = (
     *(replace(f, dtype=dtype) for f in (*FEATURES, *SINK, *SPREAD) for dtype in DTYPES),
     *PRECISIONS)
+
+
+def in_turns(features):
+    """(feature, kind) for a test that compiles kernels: plain features with every kind.
+
+    Those with options have kernels of their own; each has two kinds, which take turns.
+    """
+    names, chosen = [*KINDS], []
+    with_options = 0
+    for feature in features:
+        kinds = names
+        if feature.mask or feature.bias or feature.softcap or feature.alibi or feature.sink:
+            kinds = [names[(with_options + i) % len(names)] for i in (0, 2)]
+            with_options += 1
+        chosen += product([feature], kinds)
+    return chosen

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import FEATURES, KINDS, Case, inputs
+from cases import FEATURES, KINDS, SINK, Case, in_turns, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers, KernelError
 from numerics import assert_bit_equal
 from test_cuda_on_cpu import (
@@ -36,7 +36,7 @@ WAITS = {"keys_opened", "keys_copied", "rows_copied", "first_rows_ready", "rows_
          "gradient_staged", "memory_free"}
 # Everything at once.
 FEATURED = {"mask": "dense", "bias": "1hqk", "softcap": 20.0, "alibi": "h"}
-TABLE = [x for x in FEATURES if not x.label[1:2].isdigit() and x.bias_dtype != "float64"]
+TABLE = [x for x in (*FEATURES, *SINK) if not x.label[1:2].isdigit() and x.bias_dtype != "float64"]
 
 
 def run(x, tile, out, lse, **options):
@@ -66,8 +66,7 @@ def check(label, kind, x, tile):
     assert_same(label, kind, (out, lse, *run_all(x, tile, out, lse)), (out, lse, *want))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("feature", TABLE, ids=lambda feature: feature.label)
+@pytest.mark.parametrize("feature, kind", in_turns(TABLE), ids=lambda x: getattr(x, "label", x))
 def test_table(feature, kind):
     x = inputs(small(feature, kind))
     check(feature.label, kind, x, small_tile(x, kind))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from answers import answers_to, judge
-from cases import FEATURES, KINDS, Case, inputs
+from cases import FEATURES, KINDS, SINK, Case, in_turns, inputs
 from cuda_on_cpu.harness import COMPILER, Fibers, KernelError
 from numerics import assert_bit_equal
 from test_cuda_on_cpu import (
@@ -33,7 +33,7 @@ WAITS = {"Q_copied", "Q_ready", "K_copied", "K_ready", "V_copied", "V_ready", "V
 SMALL = Row(32, 16, 2, 256, "of a test")
 # Two warps on each 16 rows.
 PAIRS = Row(32, 32, 4, 256, "of a test", pairs=True)
-TABLE = [x for x in FEATURES if not x.label[1:2].isdigit()]
+TABLE = [x for x in (*FEATURES, *SINK) if not x.label[1:2].isdigit()]
 
 
 def fibers(row=SMALL, **options):
@@ -54,8 +54,7 @@ def check(label, kind, x, row=SMALL, factor=1):
     assert_same(label, kind, got, on_cpu(x, row), factor)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("feature", TABLE, ids=lambda feature: feature.label)
+@pytest.mark.parametrize("feature, kind", in_turns(TABLE), ids=lambda x: getattr(x, "label", x))
 def test_table(feature, kind):
     check(feature.label, kind, inputs(small(feature, kind)))
 
