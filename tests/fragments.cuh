@@ -15,6 +15,18 @@ struct FragmentsParams {
   int64 vector_bytes;
 };
 
+// Starts to copy a 16 x 16 array into a tile.
+template <typename Config, int pitch>
+CF_DEVICE void copy_square(typename Config::element* tile, const Tensor& t, int64 vector_bytes) {
+  if (copies_whole<Config>(t, vector_bytes)) {
+    copy_rows<Config, 16, 16, pitch, true>(copy_place<Config, 16, 16, pitch>(tile), t,
+                                           copy_start<Config, 16, 16>(t, t.address, 0), 0, 16, 16);
+  } else {
+    copy_any_rows<Config, 16, pitch>(
+        tile, 16, {t, t.address, PackedRows(0, 1), 0, 16, 16, vector_bytes});
+  }
+}
+
 template <typename Config>
 CF_DEVICE void fragments(const FragmentsParams& p) {
   using F = Fragments<Config>;
@@ -25,11 +37,11 @@ CF_DEVICE void fragments(const FragmentsParams& p) {
   T* const b = a + 16 * along;
   T* const a_t = b + 16 * along;
   T* const b_t = a_t + 16 * across;
-  copy_tile<Config, 16, 16, along>(a, p.a, p.a.address, 0, 0, 16, 16, 1, p.vector_bytes);
-  copy_tile<Config, 16, 16, along>(b, p.b, p.b.address, 0, 0, 16, 16, 1, p.vector_bytes);
+  copy_square<Config, along>(a, p.a, p.vector_bytes);
+  copy_square<Config, along>(b, p.b, p.vector_bytes);
   ptx::close_copies();
-  copy_tile<Config, 16, 16, across>(a_t, p.a_t, p.a_t.address, 0, 0, 16, 16, 1, p.vector_bytes);
-  copy_tile<Config, 16, 16, across>(b_t, p.b_t, p.b_t.address, 0, 0, 16, 16, 1, p.vector_bytes);
+  copy_square<Config, across>(a_t, p.a_t, p.vector_bytes);
+  copy_square<Config, across>(b_t, p.b_t, p.vector_bytes);
   ptx::close_copies();
   ptx::wait_for_copies<1>("first_copied");
   round_tile<Config, 16, 16, along>(a);
