@@ -24,13 +24,21 @@ class Device:
     threads : int
         Threads that share the work: ``$NUMBA_NUM_THREADS`` if set, otherwise the processors that
         this process may use; see `processors.threads`.
+    vector_bits : int
+        Bits of a vector register; see `processors.vector_bits`.
+    micro_kernel : str
+        The micro-kernel that ``$CUPY_FLASH_MICRO_KERNEL`` asks for; ``""``: the planner chooses.
     """
 
     kind: str
     threads: int
+    vector_bits: int = 256
+    micro_kernel: str = ""
 
     def __str__(self):
-        return f"{self.kind}, {self.threads} thread{'s' if self.threads != 1 else ''}"
+        asked = f", CUPY_FLASH_MICRO_KERNEL={self.micro_kernel}" if self.micro_kernel else ""
+        return (f"{self.kind}, {self.threads} thread{'s' if self.threads != 1 else ''}, "
+                f"{self.vector_bits}-bit vectors{asked}")
 
 
 # One object a device, compared and hashed as such: it is part of a key at every call.
@@ -74,7 +82,8 @@ class GpuDevice:
 @cache
 def cpu():
     """The CPU of this process."""
-    return Device("cpu", processors.threads())
+    return Device("cpu", processors.threads(), processors.vector_bits(),
+                  os.environ.get("CUPY_FLASH_MICRO_KERNEL", ""))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""How many processors this process may use: by its environment, its affinity and its cgroups."""
+"""How many processors this process may use, and how wide their vectors are."""
 
 import os
 import re
@@ -34,6 +34,18 @@ def threads(root="/"):
     True
     """
     return _wanted() or min(_usable(), quota(root) or _usable())
+
+
+def vector_bits():
+    """Bits of the widest vector registers in the code that Numba makes: 128, 256 or 512.
+
+    ``$NUMBA_CPU_FEATURES`` counts, as for Numba. Processors without AVX have 128.
+    """
+    from numba.core.registry import cpu_target  # only now: it takes half a second
+
+    *_, features = cpu_target.target_context.codegen().magic_tuple()
+    features = features.split(",")
+    return 512 if "+avx512f" in features else 256 if "+avx2" in features else 128
 
 
 def quota(root="/"):

@@ -29,8 +29,8 @@ LAYERS = (
 LEVEL = {part: len(LAYERS) - i for i, parts in enumerate(LAYERS) for part in parts}
 # Where the heavy packages may be imported: folders and files of the package.
 _CUPY = ("backends/cuda", "device.py")
-CONFINED = {"numba": ("backends/cpu",), "llvmlite": ("backends/cpu",), "cupy": _CUPY,
-            "cupy_backends": _CUPY, "cupyx": _CUPY}
+CONFINED = {"numba": ("backends/cpu", "processors.py"), "llvmlite": ("backends/cpu",),
+            "cupy": _CUPY, "cupy_backends": _CUPY, "cupyx": _CUPY}
 # What else the package may import beside NumPy and the standard library. Each belongs to an extra
 # and is imported only where it is needed.
 OPTIONAL = {"ml_dtypes", "matplotlib", "sklearn", "threadpoolctl"}

@@ -119,7 +119,7 @@ def former_workspace(heads, tiles, keys, threads):
     rows = parts * heads * problem.Nq if parts > 1 else 0
     forward = min(threads, heads * tiles * parts) * slab + rows * 65
     chunks = former_parts(heads, threads, tiles)
-    sums = 2 * planner.tile_elements(problem.Nk + planner.MICRO_ROWS, 64, 4)
+    sums = 2 * planner.tile_elements(problem.Nk + planner.SURPLUS_ROWS, 64, 4)
     backward = min(threads, heads * chunks) * planner.backward_slab(problem, config)
     backward += sums * (heads * chunks if chunks > 1 else min(threads, heads))
     return 4 * forward, 4 * backward

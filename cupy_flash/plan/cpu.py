@@ -1,19 +1,50 @@
 """Plans for the CPU: how many tasks, how they are cut, how much scratch a worker needs."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 from .types import LAZY, Buffer, Launch, Plan
 
-# The micro-kernel: 64 bytes are one AVX-512 register, two of AVX2, four of NEON: LLVM splits the
-# vector. Six rows make 6 (12 with AVX2) independent sums, enough to hide the 4 cycles of an FMA,
-# and fit into 16 registers together with the operands. Measured: 99 % of the FMA peak on Zen 4.
+# 64 bytes are one register of AVX-512, two of AVX2, four of NEON: LLVM splits the vector.
 VECTOR_BYTES = 64
-MICRO_ROWS = 6
+
+
+@dataclass(frozen=True)
+class MicroKernel:
+    """A product whose sums stay in registers: `rows` rows by `vectors` vectors of 64 bytes.
+
+    `Br` are the packed query rows of a tile, the columns of S^T: whole groups of vectors.
+    """
+
+    rows: int
+    vectors: int
+    Br: int
+
+
+# An FMA takes 4 cycles and two start in each, so 8 sums or more must be under way, and must leave
+# registers to the operands. 6 rows by 64 bytes are 12 sums in the 16 registers of AVX2 (99 % of
+# the peak on Zen 4), 24 in the 32 of NEON. In the 32 of AVX-512 they are 6, and each element that
+# is broadcast serves a single FMA; 4 x 4 are 16, and two FMAs for each load.
+MICRO_KERNELS = {"6x1": MicroKernel(6, 1, Br=96), "4x4": MicroKernel(4, 4, Br=128)}
+FITTING = {128: "6x1", 256: "6x1", 512: "4x4"}      # by the bits of a vector register
+
+
+def micro_kernel(device):
+    """The `MicroKernel` that a device is asked to use, or that fits its vector registers."""
+    name = device.micro_kernel or FITTING[device.vector_bits]
+    if name not in MICRO_KERNELS:
+        raise ValueError(f"the environment variable CUPY_FLASH_MICRO_KERNEL is {name!r}, expected "
+                         f"one of {', '.join(MICRO_KERNELS)}; or unset it to use what fits the "
+                         "processor")
+    return MICRO_KERNELS[name]
+
+
+# As many rows as a product may write beyond its last one.
+SURPLUS_ROWS = max(kernel.rows for kernel in MICRO_KERNELS.values())
 # A product of so few rows is bound by memory: it reads each key once and fills no tile of the
 # micro-kernel.
 FEW_ROWS = 4
-# 96 is a multiple of the vectors (16, 8) and of the micro-kernel's 6 rows; five tiles of it at
+# 96 is a multiple of the vectors (16, 8) and of the micro-kernels' rows; five tiles of it at
 # d = 128 stay in 512 KiB of L2. Few rows are bound by memory: what is done once per tile is done
 # less often: 20 % in all for one query of float32 at d = 64. More keys leave L2 in float64.
 KEYS, KEYS_FOR_FEW_ROWS = 96, 1024
@@ -66,7 +97,7 @@ def shares(tasks, most):
 
 def plan_forward(problem, device, config):
     """One launch of `forward`; `combine` after it if the keys were split."""
-    config = _fit(problem, config)
+    config = _fit(problem, device, config)
     tiles = ceil(problem.group * problem.Nq / config.Br)
     tasks = problem.batch * problem.heads_k * tiles
     if tasks == 0:
@@ -100,7 +131,7 @@ def plan_forward(problem, device, config):
 
 def plan_backward(problem, device, config):
     """`backward`, `reduce_chunks` if it left accumulators, `dbias` and `dsink` if wanted."""
-    config = _fit(problem, config)
+    config = _fit(problem, device, config)
     heads = problem.batch * problem.heads_k
     if heads == 0:
         return Plan("backward", problem, device, (), ())
@@ -117,7 +148,7 @@ def plan_backward(problem, device, config):
                else "one task per tile of query rows, for no sums over rows are wanted")
     ]
     levels = 2 if ceil(tiles / chunks) > NEAR_TILES else 1
-    keys = levels * sum(tile_elements(problem.Nk + MICRO_ROWS, width, _itemsize(problem))
+    keys = levels * sum(tile_elements(problem.Nk + SURPLUS_ROWS, width, _itemsize(problem))
                         for width in widths)
     # Accumulators of their own, not in the slabs.
     apart = by_tiles or (chunks > 1 and bool(widths))
@@ -176,19 +207,19 @@ def _backward_reason(heads, chunks, by_tiles):
 
 def forward_slab(problem, config):
     """Elements of scratch of a forward worker, tile for tile as `forward_tile` carves them."""
-    p, Br, Bc = problem, config.Br, config.Bc + MICRO_ROWS
+    p, Br, Bc = problem, config.Br, config.Bc + SURPLUS_ROWS
     if config.in_place:
         operands = [(FEW_ROWS, config.Bc), (FEW_ROWS, p.d)]
     else:
         operands = [(Bc, p.d), (Bc, p.d_v), (Bc, Br), (p.d, Br)]
     far = (Br if p.Nk > NEAR_KEYS else 0, p.d_v)
-    tiles = [*operands, (Br + MICRO_ROWS, max(p.d, p.d_v)), far, far, (7, Br)]
+    tiles = [*operands, (Br + SURPLUS_ROWS, max(p.d, p.d_v)), far, far, (7, Br)]
     return sum(tile_elements(*tile, _itemsize(p)) for tile in tiles)
 
 
 def backward_slab(problem, config):
     """Elements of scratch of a backward worker, tile for tile as `carve_tiles` carves them."""
-    p, Br, Bc = problem, config.Br + MICRO_ROWS, config.Bc + MICRO_ROWS
+    p, Br, Bc = problem, config.Br + SURPLUS_ROWS, config.Bc + SURPLUS_ROWS
     far_rows = config.Br if "dq" in p.wrt and p.Nk > NEAR_KEYS else 0
     tiles = [
         (Br, p.d),
@@ -212,7 +243,7 @@ def backward_slab(problem, config):
     return sum(tile_elements(*tile, _itemsize(p)) for tile in tiles)
 
 
-def _fit(problem, config):
+def _fit(problem, device, config):
     """Tiles no larger than the problem, and the threshold of the lazy reference."""
     lanes = VECTOR_BYTES // _itemsize(problem)
     rows = max(1, ceil(problem.group * problem.Nq / lanes)) * lanes
@@ -220,7 +251,8 @@ def _fit(problem, config):
     few = problem.group * problem.Nq <= FEW_ROWS
     keys = config.Bc or (KEYS_FOR_FEW_ROWS if few else KEYS)
     in_place = few and _reads_in_place(problem)
-    return replace(config, Br=min(config.Br, rows), Bc=keys, lazy=lazy, in_place=in_place)
+    Br = config.Br or micro_kernel(device).Br
+    return replace(config, Br=min(Br, rows), Bc=keys, lazy=lazy, in_place=in_place)
 
 
 def _reads_in_place(problem):

@@ -35,8 +35,8 @@ class CpuConfig:
 
     Attributes
     ----------
-    Br, Bc : int
-        Packed query rows and keys of a tile; Bc None: the planner's choice.
+    Br, Bc : int or None
+        Packed query rows and keys of a tile; None: the planner's choice.
     lazy : float or None
         A row's reference moves when its maximum passes it by this much (0: always); None: `LAZY`.
     round_P : bool
@@ -45,7 +45,7 @@ class CpuConfig:
         Forward with few rows: K and V are read where they are. The planner decides.
     """
 
-    Br: int = 96
+    Br: int | None = None
     Bc: int | None = None
     lazy: float | None = None
     round_P: bool = False

@@ -12,10 +12,17 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
-from ...plan.cpu import CHAIN, KEY_BLOCK, MICRO_ROWS, NEAR_KEYS, NEAR_TILES, VECTOR_BYTES
+from ...plan.cpu import (
+    CHAIN,
+    KEY_BLOCK,
+    NEAR_KEYS,
+    NEAR_TILES,
+    SURPLUS_ROWS,
+    VECTOR_BYTES,
+)
 from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import key_range, open_rows
-from .micro_kernel import add_matmul, matmul
+from .micro_kernel import MICRO_ROWS, add_matmul, matmul
 from .normalise import find_large_rows, keep_normalisers, normalise
 from .scores import score_tile, through_cap
 from .sink import forget_unread, join_sinks, keep_terms, sees_key
@@ -52,7 +59,7 @@ def wants(gradient):
 @tile_function
 def carve_tiles(slab, p):
     """All tiles of a worker, and where the rest of the slab starts."""
-    d, d_v, Br, Bc = p.d, p.d_v, p.Br + MICRO_ROWS, p.Bc + MICRO_ROWS
+    d, d_v, Br, Bc = p.d, p.d_v, p.Br + SURPLUS_ROWS, p.Bc + SURPLUS_ROWS
     q, end = carve(slab, np.int64(0), Br, d)
     q_t, end = carve(slab, end, d, p.Br)
     do, end = carve(slab, end, Br, d_v)
@@ -104,8 +111,8 @@ def accumulators(p, own, chunk):
     lanes = VECTOR_BYTES // own.itemsize
     tiles = (p.group * p.Nq + p.Br - 1) // p.Br
     levels = 2 if (tiles + p.chunks - 1) // p.chunks > NEAR_TILES else 1
-    k_lines = p.Nk + MICRO_ROWS if wants(p.dk) else 0
-    v_lines = p.Nk + MICRO_ROWS if wants(p.dv) else 0
+    k_lines = p.Nk + SURPLUS_ROWS if wants(p.dk) else 0
+    v_lines = p.Nk + SURPLUS_ROWS if wants(p.dv) else 0
     k_far, v_far = (levels - 1) * k_lines, (levels - 1) * v_lines
     k_vectors, v_vectors = (p.d + lanes - 1) // lanes + 1, (p.d_v + lanes - 1) // lanes + 1
     size = levels * (k_lines * k_vectors + v_lines * v_vectors) * lanes
@@ -156,8 +163,9 @@ def backward_rows(p, t, b, head_k, row0, sums, turns, shared, worker):
         gradient_tile(p, t, rows, key0, keys, scored)
         if p.softcap != 0 and scored:
             through_cap(t.dP, t.k, t.q_t, t.U, p, keys, rows.lanes)
-        zero_rows(t.S, keys, keys + MICRO_ROWS)  # the surplus rows of a product are real keys here
-        zero_rows(t.dP, keys, keys + MICRO_ROWS)
+        # The surplus rows of a product are real keys here.
+        zero_rows(t.S, keys, keys + SURPLUS_ROWS)
+        zero_rows(t.dP, keys, keys + SURPLUS_ROWS)
         round_tile(t.S, keys, rows.lanes, p.round_P)
         round_tile(t.dP, keys, rows.lanes, p.round_P)
         touched = key0 + (keys + MICRO_ROWS - 1) // MICRO_ROWS * MICRO_ROWS
@@ -275,7 +283,7 @@ def gradient_tile(p, t, rows, key0, keys, scored):
 @tile_function
 def zero_keys(p, sums, shared, worker):
     """sums = 0, in blocks."""
-    end = p.Nk + MICRO_ROWS
+    end = p.Nk + SURPLUS_ROWS
     for key0 in range(0, end, KEY_BLOCK):
         if stopped(shared, worker):
             break

@@ -21,7 +21,9 @@ from numba.core import caching
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
+from ... import device
 from ...console import say, warn_once
+from ...plan.cpu import micro_kernel
 
 try:
     import fcntl
@@ -122,8 +124,8 @@ class KernelCache(caching.NullCache):
         folder = cache_folder()
         if folder is None:
             return None
-        key = (signature, context.codegen().magic_tuple(), numba.__version__,
-               llvmlite.__version__, sys.implementation.cache_tag)
+        key = (signature, context.codegen().magic_tuple(), micro_kernel(device.cpu()),
+               numba.__version__, llvmlite.__version__, sys.implementation.cache_tag)
         return folder / f"{self._name}-{_DIGEST(repr(key).encode()).hexdigest()[:32]}.kernel"
 
 

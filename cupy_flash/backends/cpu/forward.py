@@ -6,7 +6,7 @@ import numpy as np
 from numba import carray
 from numpy.lib.stride_tricks import as_strided
 
-from ...plan.cpu import FEW_ROWS, MICRO_ROWS, NEAR_KEYS
+from ...plan.cpu import FEW_ROWS, NEAR_KEYS, SURPLUS_ROWS
 from .jit import as_pointer, inlined, kernel, next_task, tile_function
 from .mask import hide_row_by_range, key_range, open_rows
 from .micro_kernel import add_matmul, few_products, few_scores
@@ -37,7 +37,7 @@ def carve_tiles(slab, p):
     """All tiles of a worker."""
     start = np.int64(0)  # no literal: see load_keys
     few = FEW_ROWS if p.in_place else 0
-    keys = 0 if p.in_place else p.Bc + MICRO_ROWS
+    keys = 0 if p.in_place else p.Bc + SURPLUS_ROWS
     d = 0 if p.in_place else p.d
     far_rows = p.Br if p.Nk > NEAR_KEYS else 0
     k, end = carve(slab, start, keys, p.d)
@@ -46,7 +46,7 @@ def carve_tiles(slab, p):
     q_t, end = carve(slab, end, d, p.Br)
     s, end = carve(slab, end, few, p.Bc)
     q, end = carve(slab, end, few, p.d)
-    acc, end = carve(slab, end, p.Br + MICRO_ROWS, max(p.d, p.d_v))
+    acc, end = carve(slab, end, p.Br + SURPLUS_ROWS, max(p.d, p.d_v))
     far, end = carve(slab, end, far_rows, p.d_v)
     far_rest, end = carve(slab, end, far_rows, p.d_v)
     x, end = carve(slab, end, np.int64(7), p.Br)

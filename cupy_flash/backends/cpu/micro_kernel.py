@@ -13,8 +13,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ...plan.cpu import CHAIN, MICRO_ROWS, SLICE, VECTOR_BYTES
+from ... import device
+from ...plan.cpu import CHAIN, SLICE, VECTOR_BYTES, micro_kernel
 from .jit import tile_function
+
+_CHOSEN = micro_kernel(device.cpu())
+MICRO_ROWS, MICRO_VECTORS = _CHOSEN.rows, _CHOSEN.vectors
+DOT_KEYS = 6    # keys whose scores with one row are computed together
 
 
 def _pointer(builder, base, offset, kind):
@@ -67,7 +72,7 @@ def _make_micro_kernel(rows, vectors):
     """The product of `rows` rows by `vectors` vectors of columns."""
 
     @intrinsic
-    def micro_kernel(typingctx, c, a, b, i, j, first, end, accumulate, factor):
+    def product(typingctx, c, a, b, i, j, first, end, accumulate, factor):
         """c[i:i+rows, J] (+)= a[i:i+rows, first:end] @ b[first:end, J], J = j:j+lanes*vectors.
 
         A product that is not added is multiplied by `factor`. `a` may have any strides (a
@@ -81,7 +86,7 @@ def _make_micro_kernel(rows, vectors):
         kinds = (types.intp,) * 4 + (types.boolean, c.dtype)
         return types.void(c, a, b, *kinds), codegen
 
-    return micro_kernel
+    return product
 
 
 def _emit_product(context, builder, signature, args, rows, vectors):
@@ -174,9 +179,10 @@ def _emit_dots(context, builder, signature, args, keys):
         builder.store(builder.fmul(x, factor), _pointer(builder, S.data, at, S.scalar))
 
 
-_micro_kernel = _make_micro_kernel(MICRO_ROWS, 1)
+_micro_kernel = _make_micro_kernel(MICRO_ROWS, MICRO_VECTORS)
+_narrow_micro_kernel = _make_micro_kernel(MICRO_ROWS, 1)
 _row_kernel, _narrow_row_kernel = _make_micro_kernel(1, 4), _make_micro_kernel(1, 1)
-_dot_kernel, _single_dot_kernel = _make_dot_kernel(MICRO_ROWS), _make_dot_kernel(1)
+_dot_kernel, _single_dot_kernel = _make_dot_kernel(DOT_KEYS), _make_dot_kernel(1)
 
 
 @tile_function
@@ -200,9 +206,15 @@ def add_matmul(c, a, b, rows, columns, depth):
 @tile_function
 def _tiled_product(c, a, b, rows, columns, first, end, accumulate, factor):
     """The product cut into micro-kernels."""
-    for j in range(0, columns, VECTOR_BYTES // c.itemsize):
+    lanes = VECTOR_BYTES // c.itemsize
+    width = MICRO_VECTORS * lanes
+    whole = columns // width * width
+    for j in range(0, whole, width):
         for i in range(0, rows, MICRO_ROWS):
             _micro_kernel(c, a, b, i, j, first, end, accumulate, factor)
+    for j in range(whole, columns, lanes):
+        for i in range(0, rows, MICRO_ROWS):
+            _narrow_micro_kernel(c, a, b, i, j, first, end, accumulate, factor)
 
 
 @tile_function
@@ -213,9 +225,9 @@ def few_scores(S, k, q, rows, keys, depth, scale):
     Columns of k and q up to the next whole vector are read, and must be 0 in one and finite in the
     other.
     """
-    whole = keys // MICRO_ROWS * MICRO_ROWS
+    whole = keys // DOT_KEYS * DOT_KEYS
     for i in range(rows):
-        for j in range(0, whole, MICRO_ROWS):
+        for j in range(0, whole, DOT_KEYS):
             _dot_kernel(S, k, q, j, i, depth, scale)
         for j in range(whole, keys):
             _single_dot_kernel(S, k, q, j, i, depth, scale)
