@@ -9,25 +9,13 @@
 #endif
 #include CF_UNIT
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-static std::set<std::string> seen;
-
 // Runs the kernel on `grid` blocks. skip: the name of a barrier to leave out, or "".
 // fill: the byte that shared memory starts with.
 // Returns what `fibers::launch` does; 3 if the parameters have another size.
 EXPORT int run(const void* params, size_t size, unsigned grid, unsigned threads,
-                   size_t shared_bytes, uint64_t seed, const char* skip, int fill) {
+               size_t shared_bytes, uint64_t seed, const char* skip, int fill) {
   CF_PARAMS p;
   if (size != sizeof p) return 3;
   memcpy(&p, params, size);
-  return fibers::launch([&] { CF_ENTRY(p); }, grid, threads, shared_bytes, seed, skip, fill, seen);
-}
-
-// The names of the barriers that the last run reached, one a line.
-EXPORT const char* barriers() {
-  static std::string text;
-  text.clear();
-  for (const std::string& name : seen) text += name + "\n";
-  return text.c_str();
+  return fibers::launch([&] { CF_ENTRY(p); }, grid, threads, shared_bytes, seed, skip, fill);
 }

@@ -62,8 +62,8 @@ def flags():
     subprocess.run([harness.COMPILER, "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden",
                     "-DCF_RACES", "-c", str(harness.HERE / "races.cpp"), "-o", str(detector)],
                    check=True)
-    return ("-O1", "-g1", "-fsanitize=thread", "-DCF_RACES", "-nodefaultlibs", str(detector),
-            "-lstdc++", "-lm", "-lgcc_s", "-lc", "-ldl")
+    return ("-O1", "-g1", "-fsanitize=thread", "-DCF_RACES", "-nodefaultlibs",
+            f"-Wl,{detector},-lstdc++,-lm,-lgcc_s,-lc,-ldl")
 
 
 class watch:
