@@ -204,6 +204,8 @@ def test_each_barrier_left_out_makes_a_race():
         waits = WAITS.get(form.entry)
         for name in waits or barriers:
             place = form.entry, name
+            if place in racing:
+                continue
             # Results go through shared memory in step with shuffles, which order nothing.
             found, got, _ = form.run(skip=name, strict=waits is not None)
             places.add(place)
