@@ -11,21 +11,30 @@ VECTOR_BYTES = 64
 
 @dataclass(frozen=True)
 class MicroKernel:
-    """A product whose sums stay in registers: `rows` rows by `vectors` vectors of 64 bytes.
+    """A product whose sums stay in registers.
 
-    `Br` are the packed query rows of a tile, the columns of S^T: whole groups of vectors.
+    `shapes` are its rows and vectors of 64 bytes, widest first: the further ones are for what is
+    left of the columns. `Br` are the packed query rows of a tile, the columns of S^T: whole groups
+    of vectors.
     """
 
-    rows: int
-    vectors: int
+    shapes: tuple[tuple[int, int], ...]
     Br: int
+
+    @property
+    def rows(self):
+        """What rows are rounded up to."""
+        return max(rows for rows, _ in self.shapes)
 
 
 # An FMA takes 4 cycles and two start in each, so 8 sums or more must be under way, and must leave
 # registers to the operands. 6 rows by 64 bytes are 12 sums in the 16 registers of AVX2 (99 % of
 # the peak on Zen 4), 24 in the 32 of NEON. In the 32 of AVX-512 they are 6, and each element that
 # is broadcast serves a single FMA; 4 x 4 are 16, and two FMAs for each load.
-MICRO_KERNELS = {"6x1": MicroKernel(6, 1, Br=96), "4x4": MicroKernel(4, 4, Br=128)}
+MICRO_KERNELS = {
+    "6x1": MicroKernel(((6, 1),), Br=96),
+    "4x4": MicroKernel(((4, 4), (8, 2), (8, 1)), Br=128),
+}
 FITTING = {128: "6x1", 256: "6x1", 512: "4x4"}      # by the bits of a vector register
 
 

@@ -15,10 +15,10 @@ from numba.extending import intrinsic
 
 from ... import device
 from ...plan.cpu import CHAIN, SLICE, VECTOR_BYTES, micro_kernel
-from .jit import tile_function
+from .jit import inlined, tile_function
 
-_CHOSEN = micro_kernel(device.cpu())
-MICRO_ROWS, MICRO_VECTORS = _CHOSEN.rows, _CHOSEN.vectors
+MICRO = micro_kernel(device.cpu())
+MICRO_ROWS, SHAPES = MICRO.rows, MICRO.shapes
 DOT_KEYS = 6    # keys whose scores with one row are computed together
 
 
@@ -179,8 +179,6 @@ def _emit_dots(context, builder, signature, args, keys):
         builder.store(builder.fmul(x, factor), _pointer(builder, S.data, at, S.scalar))
 
 
-_micro_kernel = _make_micro_kernel(MICRO_ROWS, MICRO_VECTORS)
-_narrow_micro_kernel = _make_micro_kernel(MICRO_ROWS, 1)
 _row_kernel, _narrow_row_kernel = _make_micro_kernel(1, 4), _make_micro_kernel(1, 1)
 _dot_kernel, _single_dot_kernel = _make_dot_kernel(DOT_KEYS), _make_dot_kernel(1)
 
@@ -203,18 +201,36 @@ def add_matmul(c, a, b, rows, columns, depth):
         _tiled_product(c, a, b, rows, columns, first, end, True, c.dtype.type(1))
 
 
+def _make_columns(rows_at_once, vectors):
+    """The part of a product that whole groups of so many vectors cover."""
+    kernel = _make_micro_kernel(rows_at_once, vectors)
+
+    @inlined
+    def product(c, a, b, rows, j, columns, first, end, accumulate, factor):
+        """Of the columns from j on; returns the first one that is left."""
+        lanes = VECTOR_BYTES // c.itemsize
+        whole = (columns - j + lanes - 1) // lanes // vectors
+        for n in range(whole):
+            for i in range(0, rows, rows_at_once):
+                kernel(c, a, b, i, j + n * vectors * lanes, first, end, accumulate, factor)
+        return j + whole * vectors * lanes
+
+    return product
+
+
+_widest_columns, *_others = (_make_columns(*shape) for shape in SHAPES)
+FURTHER_SHAPES = bool(_others)
+if FURTHER_SHAPES:
+    _narrower_columns, _last_column = _others
+
+
 @tile_function
 def _tiled_product(c, a, b, rows, columns, first, end, accumulate, factor):
     """The product cut into micro-kernels."""
-    lanes = VECTOR_BYTES // c.itemsize
-    width = MICRO_VECTORS * lanes
-    whole = columns // width * width
-    for j in range(0, whole, width):
-        for i in range(0, rows, MICRO_ROWS):
-            _micro_kernel(c, a, b, i, j, first, end, accumulate, factor)
-    for j in range(whole, columns, lanes):
-        for i in range(0, rows, MICRO_ROWS):
-            _narrow_micro_kernel(c, a, b, i, j, first, end, accumulate, factor)
+    j = _widest_columns(c, a, b, rows, 0, columns, first, end, accumulate, factor)
+    if FURTHER_SHAPES:
+        j = _narrower_columns(c, a, b, rows, j, columns, first, end, accumulate, factor)
+        _last_column(c, a, b, rows, j, columns, first, end, accumulate, factor)
 
 
 @tile_function
