@@ -102,7 +102,7 @@ def errors(N=16384, data="mean 1"):
 
 
 def cpu_errors(N=1000, d=64):
-    """Errors against float64 (long double for float64): ours and a plain program's, in each type.
+    """Errors against float64 (long double for float64): ours and the baseline's, in each type.
 
     They are measured when the page is built, by the baseline that the tests use.
     """
@@ -131,7 +131,7 @@ def cpu_errors(N=1000, d=64):
                     for x in (ours, baseline)]
         rows.append(row)
     names = ("out", "dq", "dk", "dv")
-    return table(["type", *chain.from_iterable((f"`{name}`", "plain") for name in names)], rows)
+    return table(["type", *chain.from_iterable((f"`{name}`", "baseline") for name in names)], rows)
 
 
 def _whole(number):

@@ -15,7 +15,7 @@ def weights(Nq, Nk, **options):
 
 
 def panel(axis, title, P, rows=None):
-    """One grid: queries down, keys across; a row that sees no key is red.
+    """One grid: queries down, keys across; a fully masked row is red.
 
     rows: how many of them are true queries; what lies behind is padding.
     """
