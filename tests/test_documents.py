@@ -189,11 +189,3 @@ def test_the_readme_has_the_numbers_of_the_records(anywhere):
     assert f"by {min(cpu)} to {max(cpu)} in the mean" in " ".join(text.split())
     assert charts.stamp() in (DOCS / "images" / "speed.svg").read_text(), (
         "draw it again: python bench/charts.py")
-
-
-def test_the_picture_of_the_demo_is_drawn(anywhere):
-    import digits_demo
-
-    figure = digits_demo.draw(reach=0)
-    titles = [axis.get_title() for axis in figure.axes]
-    assert titles[0].startswith("400 test images; misread, in red: a ") and len(titles) == 3
