@@ -70,6 +70,26 @@ def cpu_speed():
                   for direction in ("forward", "backward"))] for dtype in ("float32", "float64")])
 
 
+def on_record():
+    """What was timed beside other implementations: devices, head dims and masks."""
+    from charts import speed_records
+
+    lines, cpu = speed_records(), records("cpu.jsonl")
+    widths = sorted({one["width"] for one in lines}, key=lambda width: int(width.split("v")[0]))
+    rows = [[_listed({one["gpu"] for one in lines}),
+             _listed(width.replace("v", " and ") for width in widths),
+             _listed({one["mask"].replace("window", "a window of ") for one in lines})],
+            [_listed({f"{one['cpu']}, {one['threads']} threads" for one in cpu}),
+             _listed(sorted({one["d"] for one in cpu})),
+             _listed({"causal" if one["causal"] else "full" for one in cpu})]]
+    return table(["on", "head dims", "masks"], rows)
+
+
+def _listed(words):
+    """Words with commas; a set in the order of the alphabet."""
+    return ", ".join(map(str, sorted(words) if isinstance(words, set) else words))
+
+
 def first_calls():
     """Seconds of first calls, cold and from disk."""
     cpu = [one for one in records("first_call_cpu.jsonl") if "cold_s" in one]
