@@ -147,16 +147,11 @@ def cpu_errors(N=1000, d=64):
         row = [np.dtype(dtype).name]
         for ours, baseline, want in zip((out, *grads[:3]), plain, truth, strict=True):
             largest = np.abs(want).max()
-            row += [_whole(f"{np.abs(x.astype(wide) - want).max() / largest:.0e}")
+            row += [f"{np.abs(x.astype(wide) - want).max() / largest:.0e}"
                     for x in (ours, baseline)]
         rows.append(row)
     names = ("out", "dq", "dk", "dv")
     return table(["type", *chain.from_iterable((f"`{name}`", "baseline") for name in names)], rows)
-
-
-def _whole(number):
-    """A number that is not broken at its sign where a column is narrow."""
-    return number.replace("-", "\N{NON-BREAKING HYPHEN}")
 
 
 def traffic(N=16384, d=128, heads=16, Br=128, size=2):
