@@ -158,6 +158,32 @@ def test_the_pictures_of_masks_show_what_is_computed(anywhere):
     assert not grid.weights(6, 3, causal=True)[:3].any()
 
 
+class OnGpu:
+    """An array on a GPU, for those who ask by protocol."""
+
+    __cuda_array_interface__ = {"shape": (7, 8), "typestr": "<f4", "data": (1, False),  # noqa: RUF012
+                                "version": 3}
+
+
+def test_first_mistakes_are_quoted_as_they_come(monkeypatch):
+    """Whoever searches the pages for the words of a message finds the table."""
+    page = (DOCS / "start.md").read_text().partition("## First mistakes")[2]
+    quoted = re.findall('"([^"|\n]+)"', page.partition("\n\nA message")[0])
+    x = np.zeros((7, 8), np.float32)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    calls = [lambda: cf.attention(*[np.zeros((2, 7, 512), np.float32)] * 3),
+             lambda: cf.attention(x, x, x, mask=np.ones((7, 7), int)),
+             lambda: cf.attention(x, x, x, mask=np.zeros((7, 7), np.float32)),
+             lambda: cf.attention(x, x.astype(float), x),
+             lambda: cf.attention(OnGpu(), x, x),
+             lambda: cf.attention(*[OnGpu()] * 3)]
+    assert len(quoted) == len(calls) + 1        # the name of a package in quotes
+    for words, call in zip(quoted, calls, strict=False):
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+            call()
+        assert all(part in str(raised.value) for part in words.split(" ... ")), words
+
+
 def test_options_at_a_glance_are_all():
     page = (DOCS / "api.md").read_text()
     first = page.partition("## Options at a glance")[2].partition("And those of single")[0]
