@@ -5,6 +5,8 @@ written by hand from `errors`, and a test compares the two.
 """
 
 import json
+import subprocess
+from functools import cache
 from itertools import chain
 from math import exp, log
 from pathlib import Path
@@ -62,12 +64,29 @@ def ratios(values):
 
 
 def cpu_speed():
-    """Ratios to PyTorch on a CPU."""
+    """Ratios to PyTorch on a CPU; and whether the kernels have changed since."""
     lines = [one for one in records("cpu.jsonl") if one["Nq"] in (2048, 8192)]
-    return table(["type", "forward", "backward"], [
+    text = table(["type", "forward", "backward"], [
         [dtype, *(ratios(one["ratio"] for one in lines
                          if (one["dtype"], one["direction"]) == (dtype, direction))
                   for direction in ("forward", "backward"))] for dtype in ("float32", "float64")])
+    dates = sorted({one["date"] for one in lines})
+    text += f"\n\nMeasured on {' and '.join(dates)}"
+    old = sum(changed_since(one["commit"], "cupy_flash/backends/cpu") for one in lines)
+    return text + (f"; the kernels of {old} of {len(lines)} cells have changed since." if old
+                   else ".")
+
+
+@cache
+def changed_since(commit, folder):
+    """Whether files have changed since a commit, as far as there is a history to ask."""
+    try:
+        answer = subprocess.run(
+            ["git", "-C", ROOT, "log", "-1", "--format=%h", f"{commit.removesuffix('-dirty')}..",
+             "--", folder], capture_output=True, text=True)
+    except FileNotFoundError:
+        return False
+    return bool(answer.stdout)
 
 
 def on_record():

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -199,6 +200,28 @@ def test_variables_of_the_environment_are_all():
     ours = set(re.findall(r"CUPY_FLASH_[A-Z_]+", source))
     assert ours and ours <= set(re.findall(r"CUPY_FLASH_[A-Z_]+", page))
     assert set(COMMANDS) <= set(re.findall(r"-m cupy_flash (\w+)", page))
+
+
+def test_records_of_a_cpu_are_old_once_its_kernels_have_changed(anywhere, tmp_path, monkeypatch):
+    import tables
+
+    def git(*words):
+        return subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", "-C", tmp_path,
+                               *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "-q")
+    commits = []
+    for name, text in (("kernel.py", "1"), ("other.py", "2"), ("kernel.py", "3")):
+        (tmp_path / name).write_text(text)
+        git("add", ".")
+        git("commit", "-q", "-m", "x")
+        commits.append(git("rev-parse", "HEAD"))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert [tables.changed_since(one, "kernel.py") for one in commits] == [True, True, False]
+    assert tables.changed_since(f"{commits[0]}-dirty", "kernel.py")
+    assert not tables.changed_since("0" * 12, "kernel.py")          # where the history ends earlier
+    monkeypatch.setenv("PATH", "")
+    assert not tables.changed_since(commits[0][:9], "kernel.py")
 
 
 def test_the_readme_has_the_numbers_of_the_records(anywhere):
