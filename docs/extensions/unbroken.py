@@ -1,10 +1,10 @@
-"""Numbers in tables that are not broken where a column is narrow: 1e-16, 3.2 MiB, 421 ±4 %."""
+"""What tables do not break where a column is narrow: 1e-16, 421 ±4 %, FlashAttention-2."""
 
 import re
 
 
 def unbroken(text):
-    """The same Markdown with hyphens and spaces inside the numbers of its tables that hold."""
+    """The same Markdown, with hyphens and spaces in its tables that hold numbers together."""
     lines = text.splitlines(keepends=True)
     return "".join(_whole(line) if line.startswith("|") else line for line in lines)
 
@@ -13,7 +13,7 @@ def _whole(row):
     """A row of a table; code spans stay as they are."""
     parts = row.split("`")
     for i in range(0, len(parts), 2):
-        part = re.sub(r"(?<=\de)-(?=\d)", "\N{NON-BREAKING HYPHEN}", parts[i])
+        part = re.sub(r"(?<=\w)-(?=\d)", "\N{NON-BREAKING HYPHEN}", parts[i])
         parts[i] = re.sub(r"(?<=\d) (?=(?:±|%|[KMGT]iB|T?FLOP|m?s\b))", "\N{NO-BREAK SPACE}", part)
     return "`".join(parts)
 
