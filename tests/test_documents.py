@@ -100,6 +100,17 @@ def commands():
                     yield path.name, line.split("#")[0].strip()
 
 
+def test_numbers_in_tables_hold_together(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS / "extensions"))
+    from unbroken import unbroken
+
+    hyphen, space = "\N{NON-BREAKING HYPHEN}", "\N{NO-BREAK SPACE}"
+    assert unbroken("| 1e-16 | 421 ±4 % | `1e-16` |\n1e-16 and 4 %\n") == (
+        f"| 1e{hyphen}16 | 421{space}±4{space}% | `1e-16` |\n1e-16 and 4 %\n")
+    assert unbroken("| 3.2 MiB | FlashAttention-2 | [a-b](c.md#d-e) | two-step |") == (
+        f"| 3.2{space}MiB | FlashAttention{hyphen}2 | [a-b](c.md#d-e) | two-step |")
+
+
 def test_commands_exist():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
