@@ -10,12 +10,12 @@ def unbroken(text):
 
 
 def _whole(row):
-    """A row of a table; code spans stay as they are."""
-    parts = row.split("`")
+    """A row of a table; code spans and the targets of links stay as they are."""
+    parts = re.split(r"(`[^`]*`|\]\([^)]*\))", row)
     for i in range(0, len(parts), 2):
         part = re.sub(r"(?<=\w)-(?=\d)", "\N{NON-BREAKING HYPHEN}", parts[i])
         parts[i] = re.sub(r"(?<=\d) (?=(?:±|%|[KMGT]iB|T?FLOP|m?s\b))", "\N{NO-BREAK SPACE}", part)
-    return "`".join(parts)
+    return "".join(parts)
 
 
 def setup(app):
