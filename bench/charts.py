@@ -54,7 +54,7 @@ def lengths(family, kind, directions=("forward", "backward"), masks=("full", "ca
     widths = sorted({one["width"] for one in lines}, key=int)
     figure, axes = plt.subplots(len(directions), len(widths), sharex=True, sharey=True,
                                 squeeze=False, layout="constrained",
-                                figsize=(2.6 * len(widths) + 0.8, 2.5 * len(directions) + 0.5))
+                                figsize=(2.1 * len(widths) + 0.7, 2.1 * len(directions) + 0.7))
     for row, direction in zip(axes, directions, strict=True):
         for axis, width in zip(row, widths, strict=True):
             cells = [one for one in lines if (one["direction"], one["width"]) == (direction, width)]
@@ -71,6 +71,8 @@ def lengths(family, kind, directions=("forward", "backward"), masks=("full", "ca
             length_axis(axis, [int(one["length"]) for one in cells])
         row[0].set_ylabel("TFLOP/s")
     axes[0, 0].set_ylim(0)
+    for axis in axes[-1]:
+        axis.set_xlabel("length N", fontsize=8)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     figure.suptitle(f"{NAMES.get(kind, kind)}, NVIDIA H200", fontsize=10)
@@ -102,12 +104,12 @@ def ratios(family, directions=("forward", "backward")):
                 y = cells.index(_label(one)) + shift
                 axis.barh(y, one["ratio"], 0.38, color=color)
                 axis.text(one["ratio"] + 0.01, y, f"{one['ratio']:.2f}, {PEERS[one['best']]}",
-                          va="center", fontsize=7)
+                          va="center", fontsize=7, bbox={"color": "white", "pad": 1})
         axis.barh(0, 0, color=color, label=direction)
-    axis.axvline(1, color=CEILING, ls=":")
+    axis.axvline(1, color=CEILING, ls=":", zorder=0)
     axis.set_yticks(range(len(cells)), cells, fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.3 * max(one["ratio"] or 0 for one in lines))
+    axis.set_xlim(0, 1.5 * max(one["ratio"] or 0 for one in lines))
     axis.set_xlabel("time of the best other / time of cupy_flash", fontsize=8)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower right", ncols=2, fontsize=8,
                   frameon=False)
@@ -125,7 +127,7 @@ def _label(one):
 def decoding():
     """GB/s of one query on many keys, beside the memory's bandwidth."""
     lines = speed_records(family="decode")
-    figure, axis = plt.subplots(figsize=(7.2, 2.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
     for i, one in enumerate(lines):
         name, rate = best(one)
         for x, value, color in ((i - 0.2, one["ours"]["rate"], OURS), (i + 0.2, rate, BEST)):
@@ -146,7 +148,7 @@ def decoding():
 def cpu():
     """The CPU path and torch's, GFLOP/s against the length; a row a type, a column a head dim."""
     lines = [one for one in records("cpu.jsonl") if one["Nq"] == one["Nk"]]
-    figure, axes = plt.subplots(2, 2, sharex=True, sharey="row", figsize=(7.2, 5),
+    figure, axes = plt.subplots(2, 2, sharex=True, sharey="row", figsize=(6.4, 4.6),
                                 layout="constrained")
     for row, dtype in zip(axes, ("float32", "float64"), strict=True):
         for axis, d in zip(row, (64, 128), strict=True):
@@ -160,6 +162,8 @@ def cpu():
             axis.set_title(f"{dtype}, d = {d}, causal", fontsize=9)
             length_axis(axis, N)
         row[0].set(ylabel="GFLOP/s", ylim=0)
+    for axis in axes[-1]:
+        axis.set_xlabel("length N", fontsize=8)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2,
                   fontsize=8, frameon=False)
     figure.suptitle(f"{lines[0]['cpu']}, {lines[0]['threads']} cores, 8 heads", fontsize=10)
@@ -170,7 +174,7 @@ def errors(names=("out", "dq"), data="mean 1"):
     """Largest error over largest value against the length, by type."""
     lines = records("gpu_errors.jsonl")
     kinds = ("bfloat16", "float16", "tf32", "tf32x3", "float64")
-    figure, axes = plt.subplots(1, len(names), figsize=(7.2, 3), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, len(names), figsize=(6.4, 3), sharey=True, layout="constrained")
     for axis, name in zip(axes, names, strict=True):
         for kind, color in zip(kinds, (OTHER, BEST, "#888888", OURS, "#444444"), strict=True):
             cells = {one["N"]: one["errors"][name] for one in lines
@@ -180,6 +184,7 @@ def errors(names=("out", "dq"), data="mean 1"):
         axis.set_yscale("log")
         axis.set_title(f"{name}", fontsize=9)
         length_axis(axis, cells)
+        axis.set_xlabel("length N", fontsize=8)
     axes[0].set_ylabel("largest error / largest value", fontsize=8)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
                   fontsize=8, frameon=False)
@@ -189,7 +194,7 @@ def errors(names=("out", "dq"), data="mean 1"):
 def memory():
     """Bytes beside the inputs against the length: planned for a CPU, measured on a GPU."""
     N = [2**i for i in range(10, 21, 2)]
-    figure, axis = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
     axis.plot(N, [4 * 4 * n * n for n in N], color=OTHER, label="one matrix of scores, float32")
     for direction, color in (("backward", "#7fb0d8"), ("forward", OURS)):
         axis.plot(N, [planned(direction, n) for n in N], color=color,
@@ -203,6 +208,7 @@ def memory():
                     ["1 MiB", "32 MiB", "1 GiB", "32 GiB", "1 TiB"], fontsize=8)
     length_axis(axis, N)
     axis.set_xticks(N, [short(n) if n < 2**20 else "1M" for n in N])
+    axis.set_xlabel("length N", fontsize=8)
     axis.set_title("float16, 4 heads, d = 64, causal", fontsize=9)
     axis.legend(fontsize=8)
     return figure

@@ -81,7 +81,7 @@ def attention(q, k, v, *unnamed, scale=None, causal=False, q_offset=None, window
         Factor of the scores, any finite number on the host; default ``1 / sqrt(d)``.
     causal : bool
         Query ``i`` sees key ``j`` iff ``j <= i + q_offset``. With the default offset, Nq = 2 and
-        Nk = 4 (first picture), Nq = 4 and Nk = 2 (second; the first two rows see no key)::
+        Nk = 4 (first picture), Nq = 4 and Nk = 2 (second; the first two rows fully masked)::
 
             1 1 1 0        0 0
             1 1 1 1        0 0
@@ -127,10 +127,9 @@ def attention(q, k, v, *unnamed, scale=None, causal=False, q_offset=None, window
     Returns
     -------
     out : ndarray (..., Nq, d_v)
-        In the memory order of `q`. A row that sees no key is 0.
+        In the memory order of `q`. A fully masked row (no key is visible to it) is 0.
     lse : ndarray (..., Nq), if `return_lse`
-        Natural logarithm, float32 (float64 for float64); for a row that sees no key the sink, or
-        -inf.
+        Natural logarithm, float32 (float64 for float64); the sink or -inf in a fully masked row.
 
     Raises
     ------
@@ -157,6 +156,7 @@ def attention(q, k, v, *unnamed, scale=None, causal=False, q_offset=None, window
     >>> x = np.random.default_rng(0).standard_normal((8, 1000, 64), dtype=np.float32)
     >>> cf.attention(x, x, x, causal=True).shape
     (8, 1000, 64)
+    >>> out, lse = cf.attention(x, x, x, sink=np.zeros(8, np.float32), return_lse=True)
     """
     if unnamed or unknown:
         raise _refusal("attention", unnamed, unknown)
@@ -208,7 +208,7 @@ def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, determinist
     Returns
     -------
     Gradients
-        (dq, dk, dv, dbias, dsink), None for what is not wanted. 0 for rows that see no key and for
+        (dq, dk, dv, dbias, dsink), None for what is not wanted. 0 for fully masked rows and for
         keys that no row sees.
 
     Raises
@@ -229,9 +229,9 @@ def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, determinist
     >>> import numpy as np, cupy_flash as cf
     >>> x = np.random.default_rng(0).standard_normal((8, 100, 64), dtype=np.float32)
     >>> out, lse = cf.attention(x, x, x, causal=True, return_lse=True)
-    >>> grads = cf.attention_backward(np.ones_like(out), x, x, x, out, lse, causal=True)
-    >>> grads.dk.shape
-    (8, 100, 64)
+    >>> grads = cf.attention_backward(out, x, x, x, out, lse, causal=True, wrt=("q", "v"))
+    >>> grads.dv.shape, grads.dk
+    ((8, 100, 64), None)
     """
     options = _options("attention_backward", unnamed, options)
     return _gradients(dout, q, k, v, out, lse, options, dlse, deterministic, grad_dtype, wrt, dq,
@@ -280,9 +280,10 @@ def attention_vjp(q, k, v, *unnamed, return_lse=False, deterministic=False, grad
     --------
     >>> import numpy as np, cupy_flash as cf
     >>> x = np.random.default_rng(0).standard_normal((8, 100, 64), dtype=np.float32)
-    >>> out, pullback = cf.attention_vjp(x, x, x, causal=True)
-    >>> pullback(np.ones_like(out)).dq.shape
-    (8, 100, 64)
+    >>> out, pullback = cf.attention_vjp(x, x, x, sink=np.zeros(8, np.float32), wrt=("q", "sink"))
+    >>> grads = pullback(np.ones_like(out))
+    >>> grads.dq.shape, grads.dsink.shape, grads.dk
+    ((8, 100, 64), (8,), None)
     """
     options = _options("attention_vjp", unnamed, options)
     check_flag("return_lse", return_lse)

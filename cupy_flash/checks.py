@@ -14,6 +14,7 @@ from .problem import GRADIENT_OF, accumulator_of
 MAX_HEAD_DIM, MAX_GPU_ROWS = 256, 2**30 - 1
 LAYOUT = "(N, d), (H, N, d) or (B, H, N, d)"
 _AXES = {"b": "batch", "h": "heads", "q": "Nq", "k": "Nk"}
+_COLUMNS = "keys are rows, not columns: pass `k.swapaxes(-1, -2)`"
 _ORDER = "attention_backward(dout, q, k, v, out, lse): the first argument is dout"
 
 
@@ -80,15 +81,12 @@ def check_shapes(q, k, v):
                              f"(shape {q.shape}), expected as many in all three, which are "
                              f"{LAYOUT}: {step}")
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
-            step = ("cut `v` along its last axis and join the results" if name == "v"
-                    and x.shape[-1] else "the last axis is d, this version has no kernel for more"
-                    if x.shape[-1] else "a column of ones gives all keys the same weight")
             raise ValueError(f"`{name}` has head dim {x.shape[-1]} (shape {x.shape}), expected 1 "
-                             f"to {MAX_HEAD_DIM}: {step}")
+                             f"to {MAX_HEAD_DIM}: {_head_dim_step(name, x, q)}")
     if k.shape[-1] != q.shape[-1]:
         step = "both are measured along the last axis"
         if k.shape[-2] == q.shape[-1]:
-            step = "keys are rows, not columns: pass `k.swapaxes(-1, -2)`"
+            step = _COLUMNS
         raise ValueError(f"`k` has head dim {k.shape[-1]}, but `q` has {q.shape[-1]}, expected the "
                          f"same (q {q.shape}, k {k.shape}; arrays are {LAYOUT}): {step}")
     if v.shape[:-1] != k.shape[:-1]:
@@ -104,6 +102,20 @@ def check_shapes(q, k, v):
                          f"{k.shape}), expected the query heads to be a multiple of the key heads "
                          f"(arrays are {LAYOUT}): {_heads_step(q.shape, k.shape)}")
     return batch, heads_q, heads_k
+
+
+def _head_dim_step(name, x, q):
+    """What may be wrong with the last axis of q, k or v."""
+    if not x.shape[-1]:
+        return "a column of ones gives all keys the same weight"
+    if name == "k" and x.shape[-2] == q.shape[-1]:
+        return _COLUMNS
+    step = "cut `v` along its last axis and join the results"
+    if name != "v":
+        step = "the last axis is d, this version has no kernel for more"
+    if x.ndim == 3:
+        step += f"; heads side by side are split as `{name}.reshape(B, N, H, d).swapaxes(1, 2)`"
+    return step
 
 
 def _batch_and_heads(shape):

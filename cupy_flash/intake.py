@@ -221,6 +221,10 @@ def instead(name, x):
     option = ARRAYS.get(name)
     if option and option.counts:
         return f"{option.step}, {option.each}"
+    if option and option.forms and isinstance(x, (int, float)):
+        return f"pass `np.full(Hq, {name}, np.float32)`, {option.each}"
+    if name == "dout" and isinstance(x, tuple):
+        return "the gradients of out and lse are two arguments, as in `pullback(dout, dlse)`"
     if isinstance(x, (list, tuple, bool, int, float)):
         boolean = option and option.dtypes == ("bool",)
         return f"pass `np.array({name}, {'bool' if boolean else 'np.float32'})`"

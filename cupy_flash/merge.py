@@ -26,9 +26,9 @@ def merge(outs, lses):
         float32 or float64), all NumPy or all CuPy arrays of one GPU; float32 parts (``out_dtype``)
         lose nothing.
     lses : sequence of ndarray (..., N)
-        Their log-sum-exps, natural logarithm, float32 or float64. -inf marks a row of a part that
-        saw no key, and so does +inf, as some libraries write it; the partial result there is not
-        looked at.
+        Their log-sum-exps, natural logarithm, float32 or float64. -inf marks a row that is
+        fully masked in that part, and so does +inf, as some libraries write it; the partial result
+        there is not looked at.
 
     Returns
     -------

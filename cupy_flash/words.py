@@ -34,13 +34,20 @@ _Q_LENS, _KV_LENS = (f"here it is `{name}=`, int32, one per batch entry"
 _CHOSEN = "leave it out: the kernel follows from the problem, `explain` says which and why"
 _LAYOUT = ("leave it out: the sequence is the last axis but one, always; a (B, N, H, d) array is "
            "passed as `x.swapaxes(1, 2)`")
+_CACHE = "join the new keys and values to the cached ones beforehand, and pass them as k and v"
+_BAND = ("here it is `window=(left, right)`, which does not count the query's own key; "
+         "`q_offset=0` aligns the first query and key")
 _ABSENT = "this version does not have it"
 
 # Words of PyTorch (scaled_dot_product_attention, MultiheadAttention, flex_attention), flash-attn,
 # xFormers, JAX and tokamax, Keras, Transformers, FlashInfer, cuDNN and ONNX, and what each is here.
 ELSEWHERE = {
     **dict.fromkeys(("softmax_scale", "sm_scale", "attn_scale", "logits_scale", "scaling"), _SCALE),
-    **dict.fromkeys(("is_causal", "use_causal_mask"), _CAUSAL),
+    **dict.fromkeys(("is_causal", "use_causal_mask", "use_causal_mask_bottom_right"), _CAUSAL),
+    "diagonal_alignment": "leave it out: the last query and key are aligned, with `q_offset=0` the "
+                          "first ones",
+    **dict.fromkeys(("diagonal_band_left_bound", "diagonal_band_right_bound", "left_window_size",
+                     "right_window_size"), _BAND),
     **dict.fromkeys(("logits_soft_cap", "logit_cap", "attn_logit_softcapping", "soft_cap"),
                     _SOFTCAP),
     **dict.fromkeys(("attn_mask", "custom_mask"), _EITHER),
@@ -51,27 +58,36 @@ ELSEWHERE = {
     **dict.fromkeys(("window_size", "local_window_size"), f"{_WINDOW}; one number w is (w, w)"),
     **dict.fromkeys(("sliding_window", "sliding_window_length"), _TOKENS),
     "window_left": "here it is `window=(window_left, 0)`, with None for -1",
-    **dict.fromkeys(("alibi", "slopes"), _ALIBI),
-    **dict.fromkeys(("s_aux", "sinks", "learnable_sink"), _SINK),
+    **dict.fromkeys(("alibi", "slopes", "use_alibi_mask"), _ALIBI),
+    **dict.fromkeys(("s_aux", "sinks", "learnable_sink", "sink_token"), _SINK),
     **dict.fromkeys(("query_seq_lengths", "seqused_q", "seq_len_q"), _Q_LENS),
     **dict.fromkeys(("key_value_seq_lengths", "seqused_k", "seq_len_kv", "cache_seqlens",
                      "nonpad_kv_seqlen"), _KV_LENS),
-    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen",
-                     "max_seqlen_q", "max_seqlen_k", "max_seqlen_kv", "qo_indptr", "kv_indptr"),
-                    _PACKED),
-    **dict.fromkeys(("block_table", "page_table", "paging_info", "cache_batch_idx"), _PAGED),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "cu_seq_len_q",
+                     "cu_seq_len_kv", "max_seqlen", "max_seqlen_q", "max_seqlen_k",
+                     "max_seqlen_kv", "qo_indptr", "kv_indptr"), _PACKED),
+    **dict.fromkeys(("block_table", "page_table", "paging_info", "cache_batch_idx",
+                     "paged_attention_k_table", "paged_attention_v_table"), _PAGED),
+    "use_padding_mask": "leave it out: `q_lens=` and `kv_lens=` are enough",
+    **dict.fromkeys(("past_key", "past_value"), _CACHE),
+    **dict.fromkeys(("q_num_heads", "kv_num_heads"), "leave it out: the heads have an axis of "
+                    "their own, as in `x.reshape(B, N, H, d).swapaxes(1, 2)`"),
     "enable_gqa": "leave it out: k and v may have fewer heads than q, and need no word for it",
-    **dict.fromkeys(("dropout_p", "dropout", "dropout_mask", "dropout_rate"), _NO_DROPOUT),
+    **dict.fromkeys(("dropout_p", "dropout", "dropout_mask", "dropout_rate", "p"), _NO_DROPOUT),
     **dict.fromkeys(("need_weights", "average_attn_weights", "output_attentions",
-                     "return_attention_scores", "return_attn_probs"), _NO_MATRIX),
-    **dict.fromkeys(("return_softmax_lse", "return_residual", "return_residuals"), _RETURN_LSE),
+                     "return_attention_scores", "return_attn_probs", "qk_matmul_output_mode"),
+                    _NO_MATRIX),
+    **dict.fromkeys(("return_softmax_lse", "return_residual", "return_residuals", "return_aux",
+                     "generate_stats"), _RETURN_LSE),
     **dict.fromkeys(("layout", "kv_layout", "input_layout", "qkv_format", "tensor_layout"),
                     _LAYOUT),
-    **dict.fromkeys(("num_splits", "pack_gqa", "implementation", "backend", "kernel_options", "op"),
-                    _CHOSEN),
-    **dict.fromkeys(("score_mod", "block_mask"), f"{_ABSENT}; what it hides is `mask=`, what it "
-                    "adds is `bias=`"),
-    **dict.fromkeys(("head_mask", "rotary_cos", "rotary_sin"), _ABSENT),
+    **dict.fromkeys(("num_splits", "pack_gqa", "implementation", "backend", "kernel_options", "op",
+                     "sm_margin", "softmax_precision"), _CHOSEN),
+    "use_deterministic_algorithm": "here it is `deterministic=True`, where there are gradients",
+    **dict.fromkeys(("score_mod", "mask_mod", "block_mask"), f"{_ABSENT}; what it hides is "
+                    "`mask=`, what it adds is `bias=`"),
+    **dict.fromkeys(("head_mask", "rotary_cos", "rotary_sin", "q_descale", "qv",
+                     "attention_chunk"), _ABSENT),
 }
 
 _repr = Repr()

@@ -15,9 +15,10 @@ copyright = author
 version = release = cupy_flash.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc", "sphinx_gallery.gen_gallery",
-              "matplotlib.sphinxext.plot_directive", "computed", "mathml"]
+              "matplotlib.sphinxext.plot_directive", "computed", "mathml", "unbroken"]
 exclude_patterns = ["_build", "gallery/sg_execution_times.rst", "sg_execution_times.rst"]
 numpydoc_show_class_members = False
+highlight_language = "none"             # blocks that name no language are no Python
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3

@@ -5,6 +5,8 @@ written by hand from `errors`, and a test compares the two.
 """
 
 import json
+import subprocess
+from functools import cache
 from itertools import chain
 from math import exp, log
 from pathlib import Path
@@ -62,12 +64,49 @@ def ratios(values):
 
 
 def cpu_speed():
-    """Ratios to PyTorch on a CPU."""
+    """Ratios to PyTorch on a CPU; and whether the kernels have changed since."""
     lines = [one for one in records("cpu.jsonl") if one["Nq"] in (2048, 8192)]
-    return table(["type", "forward", "backward"], [
+    text = table(["type", "forward", "backward"], [
         [dtype, *(ratios(one["ratio"] for one in lines
                          if (one["dtype"], one["direction"]) == (dtype, direction))
                   for direction in ("forward", "backward"))] for dtype in ("float32", "float64")])
+    dates = sorted({one["date"] for one in lines})
+    text += f"\n\nMeasured on {' and '.join(dates)}"
+    old = sum(changed_since(one["commit"], "cupy_flash/backends/cpu") for one in lines)
+    return text + (f"; the kernels of {old} of {len(lines)} cells have changed since." if old
+                   else ".")
+
+
+@cache
+def changed_since(commit, folder):
+    """Whether files have changed since a commit, as far as there is a history to ask."""
+    try:
+        answer = subprocess.run(
+            ["git", "-C", ROOT, "log", "-1", "--format=%h", f"{commit.removesuffix('-dirty')}..",
+             "--", folder], capture_output=True, text=True)
+    except FileNotFoundError:
+        return False
+    return bool(answer.stdout)
+
+
+def on_record():
+    """What was timed beside other implementations: devices, head dims and masks."""
+    from charts import speed_records
+
+    lines, cpu = speed_records(), records("cpu.jsonl")
+    widths = sorted({one["width"] for one in lines}, key=lambda width: int(width.split("v")[0]))
+    rows = [[_listed({one["gpu"] for one in lines}),
+             _listed(width.replace("v", " and ") for width in widths),
+             _listed({one["mask"].replace("window", "a window of ") for one in lines})],
+            [_listed({f"{one['cpu']}, {one['threads']} threads" for one in cpu}),
+             _listed(sorted({one["d"] for one in cpu})),
+             _listed({"causal" if one["causal"] else "full" for one in cpu})]]
+    return table(["on", "head dims", "masks"], rows)
+
+
+def _listed(words):
+    """Words with commas; a set in the order of the alphabet."""
+    return ", ".join(map(str, sorted(words) if isinstance(words, set) else words))
 
 
 def first_calls():
@@ -102,7 +141,7 @@ def errors(N=16384, data="mean 1"):
 
 
 def cpu_errors(N=1000, d=64):
-    """Errors against float64 (long double for float64): ours and a plain program's, in each type.
+    """Errors against float64 (long double for float64): ours and the baseline's, in each type.
 
     They are measured when the page is built, by the baseline that the tests use.
     """
@@ -127,16 +166,11 @@ def cpu_errors(N=1000, d=64):
         row = [np.dtype(dtype).name]
         for ours, baseline, want in zip((out, *grads[:3]), plain, truth, strict=True):
             largest = np.abs(want).max()
-            row += [_whole(f"{np.abs(x.astype(wide) - want).max() / largest:.0e}")
+            row += [f"{np.abs(x.astype(wide) - want).max() / largest:.0e}"
                     for x in (ours, baseline)]
         rows.append(row)
     names = ("out", "dq", "dk", "dv")
-    return table(["type", *chain.from_iterable((f"`{name}`", "plain") for name in names)], rows)
-
-
-def _whole(number):
-    """A number that is not broken at its sign where a column is narrow."""
-    return number.replace("-", "\N{NON-BREAKING HYPHEN}")
+    return table(["type", *chain.from_iterable((f"`{name}`", "baseline") for name in names)], rows)
 
 
 def traffic(N=16384, d=128, heads=16, Br=128, size=2):

@@ -93,7 +93,8 @@ differences = {"rows": xp.abs(P.sum(axis=-1) - 1).max(),
 print({name: f"{float(value):.0e}" for name, value in differences.items()})
 
 # %%
-# What the last token looks at, which tokens are looked at most, and how spread the looks are.
+# What the last token attends to, which tokens are attended to most, and how widely attention
+# spreads.
 
 figure, axes = plt.subplots(3, 1, figsize=(8, 6.4), layout="constrained", sharex=True)
 last = rows(q, k, lse, [q.shape[1] - 1])[:, 0]
@@ -113,7 +114,7 @@ plt.show()
 
 # %%
 # Nothing of this grows with the square of the length. For 20,000 tokens in 4 heads the matrix would
-# have 6 GB; these are some hundred kilobytes.
+# have 6 GB; these are a few hundred kilobytes.
 
 rng = np.random.default_rng(0)
 q, k = xp.asarray(rng.standard_normal((2, 4, 20_000, 32), dtype=np.float32))

@@ -1,12 +1,15 @@
-"""
+r"""
 Density of 100,000 points, its gradient, and its peaks
 ======================================================
 
 A kernel density estimate is a sum of exponentials, and its logarithm a log-sum-exp. With a one
 beside each point and ``-|k|^2 / 2`` beside each sample, and ``scale = 1 / h^2``, attention
-returns it as `lse`, up to terms that can be written down::
+returns it as `lse`, up to terms that can be written down:
 
-    log density(q) = lse - |q|^2 / (2 h^2) - log(n) - d / 2 * log(2 pi h^2)
+.. math::
+
+    \ln\, \hat p(q) = \mathrm{lse}(q) - \frac{|q|^2}{2h^2} - \ln\, n
+    - \frac{d}{2} \, \ln\, (2 \pi h^2)
 
 Its gradient is what the pullback makes of ``dlse = 1``. The weights, 6,400 x 100,000 here, never
 exist.
@@ -109,5 +112,5 @@ axes[1].contour(axis, axis, value.reshape(80, 80), levels=np.arange(-9, 0, 1), c
 axes[1].plot(path[..., 0], path[..., 1], color="#2a6fb0", lw=0.8)
 axes[1].plot(*CENTRES.T, "k+", ms=9)
 axes[0].set_title("density of 100,000 samples")
-axes[1].set_title("its logarithm, and ways uphill")
+axes[1].set_title("its logarithm, and paths uphill")
 plt.show()

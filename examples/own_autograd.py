@@ -92,5 +92,6 @@ print(f"after {len(losses)} steps the loss is {losses[-1]:.4f}")
 # %%
 figure, axis = plt.subplots(figsize=(6, 2.6), layout="constrained")
 axis.semilogy(losses, color="#2a6fb0")
-axis.set(xlabel="step", ylabel="loss", title=f'learning "{SENTENCE}"')
+axis.set(xlabel="step", ylabel="loss")
+axis.set_title(f'learning "{SENTENCE}"', fontsize=9)
 plt.show()

@@ -1,11 +1,14 @@
-"""
+r"""
 Sinkhorn divergence between two clouds
 ======================================
 
 Optimal transport with an entropic penalty is solved by two functions f and g that update each other
-(Sinkhorn's iteration, in logarithms). With the cost ``|x - y|^2 / 2`` and the blur ``eps`` ::
+(Sinkhorn's iteration, in logarithms). With the cost :math:`|x - y|^2 / 2` and the blur
+:math:`\varepsilon`:
 
-    f_i = -eps * log sum_j b_j exp((g_j - |x_i - y_j|^2 / 2) / eps)
+.. math::
+
+    f_i = -\varepsilon \, \ln\, \sum_j b_j\, e^{(g_j - |x_i - y_j|^2 / 2) / \varepsilon}
 
 The sum is a log-sum-exp over scores ``(x.y + g - |y|^2 / 2 - |x|^2 / 2) / eps + log b``: it is
 the `lse` of `attention`, with one more column in x and y. The matrices of costs and weights never

@@ -105,6 +105,29 @@ def test_largest_weights_are_those_of_the_softmax(data):
     assert np.allclose(best["weights"], np.exp(score[order] - lse), rtol=1e-3)
 
 
+def test_the_picture_shows_what_was_read(monkeypatch):
+    """The colour of an image is that of the digit read, a frame marks a mistake, all is there."""
+    drawn = []
+    monkeypatch.setattr(picture.Figure, "savefig", lambda self, path, **_: drawn.append(self))
+    images, truth, read = np.ones((3, 64)), np.array([0, 1, 2]), np.array([0, 9, 2])
+    row = {"image": images[0], "title": "a 1, read as 9", "key_images": images,
+           "key_labels": truth, "weights": np.array([0.5, 0.3, 0.2])}
+    picture.draw("x.png", (images, truth, read), [row], [
+        ("time", "ms", {"cupy_flash": 1.0, "plain NumPy": 2.0}),
+        ("memory", "MiB", {"cupy_flash": 1.0, "plain NumPy": 20.0})])
+    mosaic, *rest = drawn[0].axes
+    step = digits.SIDE + 1
+    shown = mosaic.images[0].get_array()[1, 1 :: step][:3]
+    palette = picture.matplotlib.colormaps["tab10"]
+    assert np.allclose(shown, [0.8 * np.array(palette(digit)[:3]) for digit in read])
+    (frame,) = mosaic.patches
+    assert step - 1 < frame.get_x() < step and "a 1 as 9" in mosaic.get_title()
+    assert [axis.get_title() for axis in rest] == [
+        "a 1, read as 9", "a 0: 50 %", "a 1: 30 %", "a 2: 20 %", *[""] * 5, "time", "memory"]
+    lengths = [[bar.get_width() for bar in axis.patches] for axis in rest[-2:]]
+    assert lengths == [[1.0, 2.0], [1.0, 20.0]]
+
+
 def test_demo_as_a_whole(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     path = tmp_path / "digits.png"

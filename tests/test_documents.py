@@ -7,6 +7,7 @@ import importlib.util
 import io
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -99,6 +100,17 @@ def commands():
                     yield path.name, line.split("#")[0].strip()
 
 
+def test_numbers_in_tables_hold_together(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS / "extensions"))
+    from unbroken import unbroken
+
+    hyphen, space = "\N{NON-BREAKING HYPHEN}", "\N{NO-BREAK SPACE}"
+    assert unbroken("| 1e-16 | 421 ±4 % | `1e-16` |\n1e-16 and 4 %\n") == (
+        f"| 1e{hyphen}16 | 421{space}±4{space}% | `1e-16` |\n1e-16 and 4 %\n")
+    assert unbroken("| 3.2 MiB | FlashAttention-2 | [a-b](c.md#are-0) | two-step |") == (
+        f"| 3.2{space}MiB | FlashAttention{hyphen}2 | [a-b](c.md#are-0) | two-step |")
+
+
 def test_commands_exist():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
@@ -158,6 +170,32 @@ def test_the_pictures_of_masks_show_what_is_computed(anywhere):
     assert not grid.weights(6, 3, causal=True)[:3].any()
 
 
+class OnGpu:
+    """An array on a GPU, for those who ask by protocol."""
+
+    __cuda_array_interface__ = {"shape": (7, 8), "typestr": "<f4", "data": (1, False),  # noqa: RUF012
+                                "version": 3}
+
+
+def test_first_mistakes_are_quoted_as_they_come(monkeypatch):
+    """Whoever searches the pages for the words of a message finds the table."""
+    page = (DOCS / "start.md").read_text().partition("## First mistakes")[2]
+    quoted = re.findall('"([^"|\n]+)"', page.partition("\n\nA message")[0])
+    x = np.zeros((7, 8), np.float32)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    calls = [lambda: cf.attention(*[np.zeros((2, 7, 512), np.float32)] * 3),
+             lambda: cf.attention(x, x, x, mask=np.ones((7, 7), int)),
+             lambda: cf.attention(x, x, x, mask=np.zeros((7, 7), np.float32)),
+             lambda: cf.attention(x, x.astype(float), x),
+             lambda: cf.attention(OnGpu(), x, x),
+             lambda: cf.attention(*[OnGpu()] * 3)]
+    assert len(quoted) == len(calls) + 1        # the name of a package in quotes
+    for words, call in zip(quoted, calls, strict=False):
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+            call()
+        assert all(part in str(raised.value) for part in words.split(" ... ")), words
+
+
 def test_options_at_a_glance_are_all():
     page = (DOCS / "api.md").read_text()
     first = page.partition("## Options at a glance")[2].partition("And those of single")[0]
@@ -175,6 +213,28 @@ def test_variables_of_the_environment_are_all():
     assert set(COMMANDS) <= set(re.findall(r"-m cupy_flash (\w+)", page))
 
 
+def test_records_of_a_cpu_are_old_once_its_kernels_have_changed(anywhere, tmp_path, monkeypatch):
+    import tables
+
+    def git(*words):
+        return subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", "-C", tmp_path,
+                               *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "-q")
+    commits = []
+    for name, text in (("kernel.py", "1"), ("other.py", "2"), ("kernel.py", "3")):
+        (tmp_path / name).write_text(text)
+        git("add", ".")
+        git("commit", "-q", "-m", "x")
+        commits.append(git("rev-parse", "HEAD"))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert [tables.changed_since(one, "kernel.py") for one in commits] == [True, True, False]
+    assert tables.changed_since(f"{commits[0]}-dirty", "kernel.py")
+    assert not tables.changed_since("0" * 12, "kernel.py")          # where the history ends earlier
+    monkeypatch.setenv("PATH", "")
+    assert not tables.changed_since(commits[0][:9], "kernel.py")
+
+
 def test_the_readme_has_the_numbers_of_the_records(anywhere):
     import charts
     import tables
@@ -189,11 +249,3 @@ def test_the_readme_has_the_numbers_of_the_records(anywhere):
     assert f"by {min(cpu)} to {max(cpu)} in the mean" in " ".join(text.split())
     assert charts.stamp() in (DOCS / "images" / "speed.svg").read_text(), (
         "draw it again: python bench/charts.py")
-
-
-def test_the_picture_of_the_demo_is_drawn(anywhere):
-    import digits_demo
-
-    figure = digits_demo.draw(reach=0)
-    titles = [axis.get_title() for axis in figure.axes]
-    assert titles[0].startswith("400 test images; misread, in red: a ") and len(titles) == 3

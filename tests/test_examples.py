@@ -49,7 +49,7 @@ def test_every_example_has_a_title_and_uses_a_gpu_where_there_is_one():
     for path in FOLDER.glob("*.py"):
         text = path.read_text()
         if path.stem != "mpi_ranks":
-            title = re.match(r'"""\n(.+)\n(=+)\n', text)
+            title = re.match(r'r?"""\n(.+)\n(=+)\n', text)
             assert title and len(title[1]) == len(title[2]), path.name
         assert "cupy.is_available()" in text or path.stem == "jax_attention", path.name
 

@@ -85,6 +85,8 @@ STEPS = {
     "q-masked": ({"q": np.ma.zeros((2, 4, 7, 8), np.float32)}, "q", "q.filled(0)"),
     "k-dtype": ({"k": zeros(2, 2, 9, 8, dtype=np.float64)}, "k", "k.astype(q.dtype)"),
     "k-columns": ({"k": zeros(2, 2, 8, 9)}, "k", "k.swapaxes(-1, -2)"),
+    "k-many-columns": ({"k": zeros(2, 2, 8, 300), "v": zeros(2, 2, 300, 5), "mask": None}, "k",
+                       "k.swapaxes(-1, -2)"),
     "v-rows-before-heads": ({"v": zeros(2, 9, 2, 5)}, "v", "v.swapaxes(1, 2)"),
     "v-columns": ({"v": zeros(2, 2, 5, 9)}, "v", "v.swapaxes(2, 3)"),
     "mask-additive": ({"mask": MASK.astype(np.float32)}, "mask", "mask != 0"),
@@ -181,6 +183,33 @@ def test_heads_behind_rows(label):
     three = {name: x[0] for name, x in arguments.items()}
     text = refusal(call, three)
     assert "(N, H, d)" in text and view.replace("(1, 2)", "(0, 1)") in text
+
+
+def test_heads_side_by_side():
+    """(B, N, H * d), as projections leave it."""
+    x = {"q": zeros(2, 7, 4 * 96), "k": zeros(2, 9, 2 * 96), "v": zeros(2, 9, 2 * 96)}
+    for name in "qkv":
+        wide = good() | {name: zeros(2, 4, 512)}
+        wide |= {other: zeros(2, 4, 8) for other in "qkv" if other != name}
+        assert f"`{name}.reshape(B, N, H, d).swapaxes(1, 2)`" in refusal(call, wide)
+    view = re.search(r"split as `q(\.reshape.*)`", refusal(call, x))[1]
+    split_up = {name: eval(f"x{view}", {"x": a, "B": 2, "N": a.shape[1], "H": a.shape[2] // 96,
+                                        "d": 96}) for name, a in x.items()}
+    assert call(split_up).shape == (2, 4, 7, 96)
+
+
+def test_one_number_for_all_heads():
+    for name in ("sink", "alibi_slopes"):
+        text = refusal(call, good() | {name: 0.5})
+        code = re.search("pass `([^`]+)`", text)[1]
+        call(good() | {name: eval(code, {"np": np, "Hq": 4, name: 0.5})})
+
+
+def test_a_pullback_takes_the_gradients_apart():
+    (out, lse), pullback = cf.attention_vjp(**good(), return_lse=True)
+    with pytest.raises(TypeError, match=r"`dout` is a tuple.*as in `pullback\(dout, dlse\)`"):
+        pullback((out, lse))
+    pullback(out, lse)
 
 
 def test_more_key_heads_than_query_heads():

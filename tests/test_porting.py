@@ -5,6 +5,7 @@ and ours in float32 the baseline: the other's may err by no more than the rule a
 """
 
 import importlib.util
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from test_documents import blocks
 from test_reference import onnx_attention
 
 import cupy_flash as cf
+from cupy_flash.words import ELSEWHERE
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "porting.md"
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.S))
@@ -30,9 +32,18 @@ def calls(section):
 
 
 def lines(section):
-    """The lines of which both sides are calls."""
-    return [pair for pair in calls(section) if all(re.match(r"[\w.]+\(", one) for one in pair)
-            and "..." not in pair[0] and pair[1].startswith("cf.")]
+    """The lines of which the left side is a whole call, not an argument or a part of one."""
+    return [(left, right) for left, right in calls(section)
+            if right.startswith("cf.") and "(..." not in left and is_expression(left)]
+
+
+def is_expression(code):
+    """Whether Python can evaluate a text."""
+    try:
+        compile(code, "", "eval")
+    except SyntaxError:
+        return False
+    return "(" in code
 
 
 def names():
@@ -75,10 +86,12 @@ def test_numpy(left, right):
 
 @pytest.mark.parametrize("left, right", lines("ONNX"))
 def test_onnx(left, right):
-    def attention(q, k, v, attn_mask=None, nonpad_kv_seqlen=None, **attributes):
+    def attention(q, k, v, attn_mask=None, past_key=None, past_value=None, nonpad_kv_seqlen=None,
+                  **attributes):
         if nonpad_kv_seqlen is not None:
             nonpad_kv_seqlen = nonpad_kv_seqlen.astype(np.int64)
-        return onnx_attention(q, k, v, mask=attn_mask, kv_lens=nonpad_kv_seqlen, **attributes)
+        return onnx_attention(q, k, v, mask=attn_mask, past=(past_key, past_value),
+                              kv_lens=nonpad_kv_seqlen, **attributes)
 
     wide = widened(names()) | {"attention": attention}
     compare(left, right, (eval(left, wide).astype(np.float32),))
@@ -106,18 +119,29 @@ def test_a_wrong_line_is_found():
         test_numpy(*line)
 
 
-def test_words_that_are_refused_elsewhere_are_on_the_page():
-    """What `words` answers by name, for the libraries of this page."""
-    for word in ("is_causal", "attn_mask", "enable_gqa", "dropout_p", "softmax_scale",
-                 "window_size", "key_value_seq_lengths", "local_window_size", "score_mod",
-                 "cache_seqlens", "nonpad_kv_seqlen", "attn_scale", "key_padding_mask"):
-        assert word in PAGE.read_text(), word
+# Arguments that only their own functions know: of the cache, of an array or of a gradient.
+THEIRS = {"k", "v", "axis", "argnums", "hidden", "dBias", "dSink_token", "BLOCK_SIZE", "outs",
+          "lses", "aux"}
+
+
+def test_words_of_other_libraries_are_answered():
+    """Each argument in a left column is one of ours, or its refusal says what to write."""
+    found = set()
+    for section in ("PyTorch", "FlexAttention", "JAX", "ONNX", "FlashAttention", "xFormers",
+                    "cuDNN"):
+        for line in re.findall(r"^\| (.*?) \| ", SECTIONS[section], re.MULTILINE):
+            found |= {word for code in re.findall("`([^`]+)`", line)
+                      for word in re.findall(r"(\w+)=(?!=)", code)}
+    ours = {*inspect.signature(cf.attention).parameters,
+            *inspect.signature(cf.attention_backward).parameters}
+    assert len(found) > 40
+    assert found - ours - {*ELSEWHERE} <= THEIRS, found - ours - {*ELSEWHERE} - THEIRS
 
 
 if importlib.util.find_spec("torch"):
     import torch
-    from torch.nn.attention.bias import causal_lower_right
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     def tensors():
         """The names of the page as tensors."""
@@ -127,7 +151,8 @@ if importlib.util.find_spec("torch"):
     @pytest.mark.parametrize("left, right", lines("PyTorch"))
     def test_pytorch(left, right):
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        given = tensors() | {"sdpa": sdpa, "bottom_right": causal_lower_right}
+        given = tensors() | {"sdpa": sdpa, "upper_left": causal_upper_left,
+                             "lower_right": causal_lower_right}
         compare(left, right, (eval(left, given).numpy(),))
 
     def test_our_attention_as_an_operation_of_pytorch():
@@ -141,7 +166,10 @@ if importlib.util.find_spec("torch"):
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")         # it would rather be compiled
-            theirs = eval(left, tensors() | {"flex": flex_attention, "blocks": made})
+            theirs = eval(left, tensors() | {"flex": flex_attention, "blocks": made,
+                                             "aux": AuxRequest(lse=True)})
+        if isinstance(theirs, tuple):
+            theirs = theirs[0], theirs[1].lse
         compare(left, right, tuple(x.numpy() for x in as_tuple(theirs)))
 
 
@@ -162,4 +190,4 @@ def test_every_library_of_the_page_is_tested():
                if not section.startswith("What differs"))
     assert {section: len(lines(section)) for section in ("NumPy", "PyTorch", "FlexAttention", "JAX",
                                                          "ONNX")} == {
-        "NumPy": 4, "PyTorch": 8, "FlexAttention": 9, "JAX": 9, "ONNX": 9}
+        "NumPy": 5, "PyTorch": 9, "FlexAttention": 13, "JAX": 10, "ONNX": 12}

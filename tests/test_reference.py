@@ -60,11 +60,11 @@ def test_gradients_are_finite_differences(case):
             assert abs(slope - gradient[at]) < 1e-6 * (1 + abs(slope)), (name, at)
 
 
-def onnx_attention(q, k, v, *, mask=None, kv_lens=None, **attributes):
+def onnx_attention(q, k, v, *, mask=None, past=(None, None), kv_lens=None, **attributes):
     """The operator `Attention` of ONNX in its reference implementation."""
-    given = {"Q": q, "K": k, "V": v, "attn_mask": mask, "nonpad_kv_seqlen": kv_lens}
+    given = {"Q": q, "K": k, "V": v, "attn_mask": mask, "past_key": past[0], "past_value": past[1],
+             "nonpad_kv_seqlen": kv_lens}
     names = [name if value is not None else "" for name, value in given.items()]
-    names[4:4] = ["", ""]  # past_key, past_value
     while not names[-1]:
         names.pop()
     attributes = {name: value for name, value in attributes.items() if value is not None}

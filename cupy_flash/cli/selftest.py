@@ -81,7 +81,7 @@ def check(device, case):
         What the device computed, as float64.
     bounds : dict of str to float
         How far each may lie from the truth: twice what is promised, that is four times the error
-        of a plain program in the same dtype plus eight roundings of the largest value. The largest
+        of the baseline in the same dtype plus eight roundings of the largest value. The largest
         error of a small case is partly luck, and this command must not cry wolf.
     faults : list of str
         One line for each result that is wrong; empty when all is well.

@@ -8,6 +8,7 @@ import io
 from contextlib import redirect_stdout
 
 from sphinx.util.docutils import SphinxDirective
+from unbroken import unbroken
 
 
 class Computed(SphinxDirective):
@@ -20,7 +21,7 @@ class Computed(SphinxDirective):
         code = compile("\n" * line + "\n".join(self.content), source, "exec")
         with redirect_stdout(io.StringIO()) as printed:
             exec(code, {})
-        return self.parse_text_to_nodes(printed.getvalue())
+        return self.parse_text_to_nodes(unbroken(printed.getvalue()))
 
 
 def setup(app):

@@ -15,7 +15,7 @@ def weights(Nq, Nk, **options):
 
 
 def panel(axis, title, P, rows=None):
-    """One grid: queries down, keys across; a row that sees no key is red.
+    """One grid: queries down, keys across; a fully masked row is red.
 
     rows: how many of them are true queries; what lies behind is padding.
     """
@@ -39,7 +39,7 @@ def draw(*panels):
     # Five panels a figure would be unreadable on a narrow screen, so it is two rows of three.
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(7.4, 2.6 * rows), layout="constrained",
+    figure, axes = plt.subplots(rows, columns, figsize=(6, 2.6 * rows), layout="constrained",
                                 squeeze=False)
     for axis in axes.flat[len(panels):]:
         axis.set_axis_off()

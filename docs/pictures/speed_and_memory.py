@@ -5,7 +5,7 @@ import matplotlib.pyplot as plt
 
 lines = [one for one in charts.speed_records(family="16-bit", kind="bfloat16", width="128")
          if one["mask"] == "causal"]
-figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+figure, axes = plt.subplots(1, 2, figsize=(7.2, 3.2), layout="constrained")
 for direction, style in (("forward", "-"), ("backward", "--")):
     some = sorted((one for one in lines if one["direction"] == direction),
                   key=lambda one: int(one["length"]))
@@ -18,6 +18,7 @@ charts.length_axis(axes[0], N)
 axes[0].set(ylim=(0, 800))
 axes[0].set_title("TFLOP/s on an H200, bfloat16, d = 128, causal", fontsize=9)
 axes[0].legend(fontsize=7)
+figure.supxlabel("length N", fontsize=8)
 N = [2**i for i in range(10, 19, 2)]
 for label, sizes, color in (("one matrix of scores", [16 * n * n for n in N], charts.OTHER),
                             ("cupy_flash, backward", [charts.planned("backward", n) for n in N],
