@@ -7,6 +7,16 @@ from importlib import import_module
 # Command: its module, and what it does.
 COMMANDS = {
     "compare": ("compare", "time an old commit and a new one in turn, and compare their results"),
+    "speed": ("speed", "time a GPU against torch, FlashAttention-3 and -4 and others"),
+    "cpu": ("cpu", "time a CPU against torch"),
+    "accuracy": ("accuracy", "errors against float64 on a GPU, of arrays or row by row"),
+    "fuzz": ("fuzz", "random problems on a GPU; every kernel under compute-sanitizer"),
+    "memory": ("memory", "peak memory, offsets beyond 2^31, long sequences on a GPU"),
+    "first-call": ("first_call", "how long the first call of a process takes"),
+    "interrupts": ("interrupts", "interrupt the CPU path and look for what it writes afterwards"),
+    "machine-code": ("machine_code", "compare the machine code of two commits, without a GPU"),
+    "tables": ("pages", "write the pages of the records"),
+    "charts": ("charts", "write the chart of the README"),
 }
 
 

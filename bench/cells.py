@@ -67,14 +67,18 @@ class Cell:
         return f"{self.Hq}" if self.Hq == self.Hk else f"{self.Hq}kv{self.Hk}"
 
     @property
+    def option(self):
+        """What changes scores beside the mask, in a word or two."""
+        softcap = [f"softcap{self.softcap}"] if self.softcap else []
+        return "-".join([*softcap, *(f"{name}_{axes}" for name, axes in self.arrays)])
+
+    @property
     def name(self):
         """Unique, and what `--only` is matched with."""
-        words = [self.direction, self.mask, f"n{self.length}", f"d{self.width}", f"b{self.B}",
-                 f"h{self.heads}", self.kind]
-        words += [f"softcap{self.softcap}"] * bool(self.softcap)
-        words += [f"{name}_{axes}" for name, axes in self.arrays]
-        words += [self.family] * (self.family not in UNNAMED)
-        return "-".join(words)
+        family = "" if self.family in UNNAMED else self.family
+        words = (self.direction, self.mask, f"n{self.length}", f"d{self.width}", f"b{self.B}",
+                 f"h{self.heads}", self.kind, self.option, family)
+        return "-".join(filter(None, words))
 
     @property
     def portable(self):
@@ -115,7 +119,11 @@ class Cell:
         if self.unit == "GB/s":
             widths = self.B * (self.Hq * self.Nq + self.Hk * self.Nk) * (self.d + self.d_v)
             return widths * ITEMSIZE[self.dtype]
-        # Q K^T and P V; backward Q K^T, dO V^T, P^T dO, dS^T Q and dS K.
+        return self.flops
+
+    @property
+    def flops(self):
+        """Of the products: Q K^T and P V; backward Q K^T, dO V^T, P^T dO, dS^T Q and dS K."""
         widths = (self.d + self.d_v if self.direction == "forward" else 3 * self.d + 2 * self.d_v)
         return 2 * self.B * self.Hq * self.Nq * self.Nk * widths * self._share
 
@@ -269,3 +277,18 @@ def select(families=(), only=(), lengths=()):
         cells = [cell for cell in cells
                  if any(fnmatchcase(cell.name, f"*{pattern}*") for pattern in only)]
     return cells
+
+
+def arguments(parser, minutes, rounds, milliseconds):
+    """Of command lines that time cells: which, and how long."""
+    parser.add_argument("--cells", nargs="+", default=(), choices=[*GROUPS, *FAMILIES],
+                        metavar="CELLS", help=f"any of {', '.join([*GROUPS, *FAMILIES])}")
+    parser.add_argument("--only", nargs="+", default=(), metavar="PATTERN",
+                        help="cells whose name holds one of the patterns (* matches anything)")
+    parser.add_argument("--lengths", nargs="+", type=int, default=(), metavar="N",
+                        help="cells with one of these numbers of keys")
+    parser.add_argument("--minutes", type=float, default=minutes,
+                        help="when they are over, what is there is printed")
+    parser.add_argument("--rounds", type=int, default=rounds, help="of all sides")
+    parser.add_argument("--milliseconds", type=float, default=milliseconds,
+                        help="of a side's calls each time")

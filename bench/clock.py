@@ -9,8 +9,10 @@ milliseconds after its calls.
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 MOST_CALLS = 400
 MOST_HELD = 100             # calls behind the waiting kernel: a stream takes about 1,000 launches
@@ -24,6 +26,22 @@ extern "C" __global__ void hold(long long cycles) {
 
 
 @dataclass
+class Side:
+    """One implementation at one cell.
+
+    call: number of the call -> its results, for the sets of inputs in turn.
+    tensors: results -> torch tensors (B, heads, N, width).
+    wait: waits for results on a stream of another library; None: they are on the common stream.
+    errors: of each result, see `truth.errors`.
+    """
+
+    call: Callable[[int], Any]
+    tensors: Callable[[Any], tuple] = tuple
+    wait: Callable[[Any], Any] | None = None
+    errors: dict | None = None
+
+
+@dataclass
 class Pace:
     """How one side is timed: calls a round, and ms that the stream is held while they queue."""
 
@@ -33,22 +51,22 @@ class Pace:
 
 
 class HostClock:
-    """Times calls that return when they are done. A side has `call`, of the number of the call."""
+    """Times calls that return when they are done."""
 
     def __init__(self, milliseconds):
         self._ms = milliseconds
 
     def pace(self, side):
         """How many calls make up a round, from how long one takes."""
-        self.by_host(side, 1)
-        return Pace(_calls(self._ms / self.by_host(side, 1), MOST_CALLS))
+        self._by_host(side, 1)
+        return Pace(_calls(self._ms / self._by_host(side, 1), MOST_CALLS))
 
     def round(self, side, pace):
         """ms per call."""
-        self.by_host(side, pace.calls)
-        return self.by_host(side, pace.calls)
+        self._by_host(side, pace.calls)
+        return self._by_host(side, pace.calls)
 
-    def by_host(self, side, calls):
+    def _by_host(self, side, calls):
         """ms per call by the clock of the host."""
         begin = time.perf_counter()
         for i in range(calls):
@@ -57,7 +75,7 @@ class HostClock:
 
 
 class GpuClock:
-    """Times sides on the current stream; `wait` of one that has its own waits for results there."""
+    """Times sides on the current stream."""
 
     def __init__(self, milliseconds):
         import cupy

@@ -19,13 +19,11 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from . import RESULTS, ROOT
-from .cells import FAMILIES, GROUPS, select
-from .pair import Lost, Pair, Process, rounds
+from . import RESULTS, ROOT, cells
+from .pair import Pair, Process, rounds
 from .records import Results, commit, geometric_mean, say
 
 DEFAULTS = {"gpu": ("speed", "decode", "options", "shapes", "small-d", "rows"),
@@ -37,51 +35,36 @@ def arguments(parser):
     parser.add_argument("old", help="a commit, or a folder with the package")
     parser.add_argument("new", nargs="?", default=str(ROOT),
                         help="another one; without it, the working tree")
-    cell_arguments(parser)
+    cells.arguments(parser, minutes=10, rounds=9, milliseconds=20)
+    parser.add_argument("--on", choices=DEFAULTS, help="without it, a GPU if there is one")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)),
                         help="processes that compile kernels for a GPU beforehand")
     parser.add_argument("--out", type=Path, default=RESULTS / "compare.jsonl",
                         help="file to which the record is appended")
 
 
-def cell_arguments(parser):
-    """Which cells, and how long."""
-    parser.add_argument("--cells", nargs="+", default=(), choices=[*GROUPS, *FAMILIES],
-                        metavar="CELLS", help=f"any of {', '.join([*GROUPS, *FAMILIES])}")
-    parser.add_argument("--only", nargs="+", default=(), metavar="PATTERN",
-                        help="cells whose name holds one of the patterns (* matches anything)")
-    parser.add_argument("--lengths", nargs="+", type=int, default=(), metavar="N",
-                        help="cells with one of these numbers of keys")
-    parser.add_argument("--minutes", type=float, default=10,
-                        help="when they are over, what is there is printed")
-    parser.add_argument("--rounds", type=int, default=9, help="at most, over all cells")
-    parser.add_argument("--milliseconds", type=float, default=20,
-                        help="of a side's calls each time")
-    parser.add_argument("--on", choices=("gpu", "cpu"), help="without it, a GPU if there is one")
-
-
 def main(options):
     """Compare; see above."""
     place = options.on or ("gpu" if gpu_is_there() else "cpu")
-    cells = select(options.cells or DEFAULTS[place], options.only, options.lengths)
-    if not cells:
+    chosen = cells.select(options.cells or DEFAULTS[place], options.only, options.lengths)
+    if not chosen:
         raise SystemExit("no cell has such a name")
     with tempfile.TemporaryDirectory() as folder:
-        trees = {"old": tree(options.old, Path(folder, "old")),
-                 "new": tree(options.new, Path(folder, "new"))}
+        names = {"old": options.old, "new": options.new}
+        trees = {side: tree(name, Path(folder, side)) for side, name in names.items()}
 
-        def start(name):
-            return Process("ours", trees[name], place, options.milliseconds)
+        def start(side):
+            return Process("ours", trees[side], place, options.milliseconds)
 
-        pair = Pair({name: start(name) for name in trees})
+        pair = Pair({side: start(side) for side in trees})
         try:
-            sides = described(pair, trees, {"old": options.old, "new": options.new})
+            sides = described(pair, trees, names)
             if place == "gpu":
-                compile_beforehand(start, trees, cells, options.jobs)
-            found = rounds(pair, cells, options.minutes, options.rounds, say)
+                compile_beforehand(start, chosen, options.jobs)
+            found = rounds(pair, chosen, options)
         finally:
             pair.stop()
-    say("\n".join(["", *report(cells, found)]))
+    say("\n".join(["", *report(chosen, found)]))
     Results(options.out, place).add(**sides, cells=record(found))
     return int(any(one.worst > 1 or (one.fault or "").startswith("new:") for one in found.values()))
 
@@ -137,27 +120,26 @@ def digest(folder):
     return found.hexdigest()[:16]
 
 
-def compile_beforehand(start, names, cells, jobs):
+def compile_beforehand(start, chosen, jobs):
     """Kernels of both sides by many processes, a cell of each sort; what is left compiles later."""
     sorts = {(one.direction, one.kind, one.d, one.d_v, one.mask[:4], one.Nq == 1, one.softcap,
-              one.portable, tuple(name for name, _ in one.arrays)): one for one in cells}
-    chosen, count = [*sorts.values()], max(1, min(len(sorts), jobs // 2))
-    workers = [(start(name), i) for name in names for i in range(count)]
+              one.portable, tuple(name for name, _ in one.arrays)): one for one in chosen}
+    count = max(1, min(len(sorts), jobs // 2))
+    workers = [(start(side), i) for side in ("old", "new") for i in range(count)]
     for worker, i in workers:
-        worker.ask("compile", chosen[i::count])
+        worker.ask("compile", [*sorts.values()][i::count])
     for worker, _ in workers:
-        with suppress(Lost):
-            worker.answer()
+        worker.answer()
         worker.stop(0)
 
 
-def report(cells, found):
+def report(chosen, found):
     """All cells, then what they come to."""
-    width = max(len(cell.name) for cell in cells)
-    yield from (f"{cell.name:{width}}  {found[cell.name]}" for cell in cells)
+    width = max(len(cell.name) for cell in chosen)
+    yield from (f"{cell.name:{width}}  {found[cell.name]}" for cell in chosen)
     yield ""
-    groups = {"all": cells}
-    for cell in cells:
+    groups = {"all": chosen}
+    for cell in chosen:
         groups.setdefault(f"{cell.family} {cell.direction} {cell.kind}", []).append(cell)
     yield from filter(None, (summary(name, some, found) for name, some in groups.items()))
     faults = [name for name, one in found.items() if one.fault]
@@ -169,9 +151,9 @@ def report(cells, found):
             yield f"{len(some)} cells {words}: {', '.join(some[:5])}{', ...' * (len(some) > 5)}"
 
 
-def summary(name, cells, found):
-    """Mean and lowest ratio of cells; None if there is none."""
-    ratios = {cell.name: median(found[cell.name].ratios) for cell in cells
+def summary(name, some, found):
+    """Mean and lowest ratio of some cells; None if there is none."""
+    ratios = {cell.name: median(found[cell.name].ratios) for cell in some
               if found[cell.name].times}
     if not ratios:
         return None

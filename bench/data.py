@@ -1,7 +1,6 @@
 """Inputs of a cell, the call of ours with them, and the error that a result may have."""
 
 from math import ceil
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,30 +48,41 @@ def make(cell, xp, count=1):
 
 def _make(cell, xp, rng):
     """A `Set`."""
-    dtype = dtype_of(cell.dtype)
-    wide = np.dtype(np.float64 if cell.dtype == "float64" else np.float32)
+    dtype, wide = dtype_of(cell.dtype), wide_of(cell)
     shapes = (*cell.shapes, (cell.B, cell.Hq, cell.Nq, cell.d_v))
     q, k, v, dout = (rng.standard_normal(shape, wide) for shape in shapes)
     for x in (v, dout):
         x[:, -1] += 1
     if cell.spread:
         dout *= xp.exp2(-cell.spread * rng.random((*dout.shape[:3], 1), wide))
-    options = {name: _option(cell, xp, rng, name, cell.shape_of(axes), dtype, wide)
+    options = {name: _option(cell, xp, rng, name, cell.shape_of(axes))
                for name, axes in cell.arrays}
     return Set(*(x.astype(dtype) for x in (q, k, v, dout)), options)
 
 
-def _option(cell, xp, rng, name, shape, dtype, wide):
+def wide_of(cell):
+    """The accumulators' dtype."""
+    return np.dtype(np.float64 if cell.dtype == "float64" else np.float32)
+
+
+def option_dtype(cell, name):
+    """The dtype of the array of an option."""
+    return {"mask": np.dtype(bool), "kv_lens": np.dtype(np.int32), "sink": wide_of(cell),
+            "alibi_slopes": np.dtype(np.float32), "bias": dtype_of(cell.dtype)}[name]
+
+
+def _option(cell, xp, rng, name, shape):
     """The array of an option."""
+    dtype = option_dtype(cell, name)
     if name == "mask":
         return rng.random(shape) < 0.9
     if name == "bias":
-        return rng.standard_normal(shape, wide).astype(dtype)
+        return rng.standard_normal(shape, wide_of(cell)).astype(dtype)
     if name == "alibi_slopes":
-        return xp.asarray([2.0 ** (-8 * (h + 1) / cell.Hq) for h in range(cell.Hq)], np.float32)
+        return xp.asarray([2.0 ** (-8 * (h + 1) / cell.Hq) for h in range(cell.Hq)], dtype)
     if name == "kv_lens":
-        return xp.asarray(cell.kv_lens, np.int32)
-    return xp.zeros(shape, wide)        # sinks
+        return xp.asarray(cell.kv_lens, dtype)
+    return xp.zeros(shape, dtype)        # sinks
 
 
 def sets(cell, cache_bytes):
@@ -118,11 +128,6 @@ def ours(cf, cell, data):
         return tuple(getattr(found, name) for name in wanted)
 
     return call
-
-
-def side(call, wait=None):
-    """What a clock times."""
-    return SimpleNamespace(call=call, wait=wait)
 
 
 def bound(cell):

@@ -1,30 +1,29 @@
-"""Two processes that are timed in turn, round after round: old and new, or ours and torch."""
+"""Two processes that are timed in turn, round after round: old and new, or torch and ours."""
 
 import math
 import multiprocessing
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from statistics import median
 
 import numpy as np
 
 from . import ROOT
 from .data import bound
+from .records import say
 
 LONGEST = 300           # seconds for one answer: what takes longer hangs
-
-
-class Lost(Exception):
-    """A process that has ended, or does not answer."""
+# Of a worker that goes on: what it was asked for is not to be had.
+REFUSALS = ("TypeError", "ValueError", "NotImplementedError", "CannotError")
 
 
 class Process:
     """A worker: `ask` what it is to do, then wait for the `answer`."""
 
     def __init__(self, *words, python=sys.executable):
-        self._command = [python, "-m", "bench.worker"]
-        self._words = [str(word) for word in words]
+        self._command, self._words = [python, "-m", "bench.worker"], [str(word) for word in words]
         self.start()
 
     def start(self):
@@ -32,24 +31,22 @@ class Process:
         self._pipe, there = multiprocessing.Pipe()
         with there:
             self._process = subprocess.Popen(
-                [*self._command, str(there.fileno()), *self._words],
-                pass_fds=[there.fileno()], cwd=ROOT)
+                [*self._command, str(there.fileno()), *self._words], cwd=ROOT,
+                pass_fds=[there.fileno()])
 
     def ask(self, method, *arguments):
-        """Begin a method of the `Worker`."""
-        try:
+        """Begin a method of the `Worker`; a process that has ended says so when it is to answer."""
+        with suppress(OSError):
             self._pipe.send((method, arguments))
-        except OSError as error:
-            raise Lost("the process has ended") from error
 
     def answer(self):
         """(True, value) or (False, why not)."""
         try:
             if self._pipe.poll(LONGEST):
                 return self._pipe.recv()
-        except (EOFError, OSError) as error:
-            raise Lost("the process has ended") from error
-        raise Lost(f"no answer in {LONGEST} seconds")
+            return False, f"no answer in {LONGEST} seconds"
+        except (EOFError, OSError):
+            return False, "the process has ended"
 
     def stop(self, patience=5):
         """End it, by force if it has not ended after so many seconds."""
@@ -62,7 +59,7 @@ class Process:
 
 
 class Pair:
-    """The workers of two sides by name, the first of which ratios are relative to."""
+    """The workers of two sides by name; ratios are times of the first / times of the second."""
 
     def __init__(self, workers):
         self.workers = workers
@@ -70,34 +67,21 @@ class Pair:
     def ask(self, method, *arguments, of=None):
         """{name: value} of a method of both at once, or only `of` some.
 
-        Raises RuntimeError if one of them cannot; a worker that is lost, or whose GPU may be, is
-        started anew.
+        Raises RuntimeError if one of them cannot; one that is lost, or whose GPU may be, is started
+        anew.
         """
-        found, faults = {}, {}
-        of = of or tuple(self.workers)
-        for name in of:
-            self._try(faults, name, "ask", method, *arguments)
-        for name in of:
-            if name not in faults:
-                done = self._try(faults, name, "answer")
-                if done and not done[0]:
-                    faults[name] = done[1]
-                elif done:
-                    found[name] = done[1]
-        for name, why in faults.items():
-            if not why.startswith(("TypeError", "ValueError", "NotImplementedError",
-                                   "CannotError")):
+        asked, found, faults = of or tuple(self.workers), {}, {}
+        for name in asked:
+            self.workers[name].ask(method, *arguments)
+        for name in asked:
+            able, value = self.workers[name].answer()
+            (found if able else faults)[name] = value
+            if not able and not value.startswith(REFUSALS):
                 self.workers[name].stop(0)
                 self.workers[name].start()
         if faults:
             raise RuntimeError("; ".join(f"{name}: {why}" for name, why in faults.items()))
         return found
-
-    def _try(self, faults, name, method, *arguments):
-        try:
-            return getattr(self.workers[name], method)(*arguments)
-        except Lost as error:
-            faults[name] = str(error)
 
     def stop(self):
         """End both."""
@@ -105,14 +89,15 @@ class Pair:
             worker.stop()
 
 
-def rounds(pair, cells, minutes, most, say):
-    """Rounds over all cells until the time is up or each has `most`; a `Found` of each by name.
+def rounds(pair, cells, options):
+    """Rounds over all cells until `minutes` are over or there are `rounds`; `Found` by name.
 
     The first round compares results before it times anything. A cell whose round takes longer than
     what is left is passed over; a cut leaves all cells with some rounds unless the first is cut.
     """
-    found, end = {cell.name: Found() for cell in cells}, time.monotonic() + 60 * minutes
-    for number in range(most):
+    found = {cell.name: Found() for cell in cells}
+    end = time.monotonic() + 60 * options.minutes
+    for number in range(options.rounds):
         for cell in cells:
             one, left = found[cell.name], end - time.monotonic()
             if one.fault or left < one.seconds or left < 0:
@@ -154,8 +139,7 @@ class Found:
     @property
     def ratios(self):
         """Time of the first side / time of the second, of each round."""
-        first, second = self.times.values()
-        return [a / b for a, b in zip(first, second, strict=True)]
+        return [a / b for a, b in zip(*self.times.values(), strict=True)]
 
     @property
     def worst(self):
@@ -163,14 +147,12 @@ class Found:
         return max(self.apart.values(), default=0.0)
 
     def __str__(self):
-        if self.fault:
-            return self.fault
         if not self.times:
-            return "no round"
-        middle = "  ".join(f"{name} {median(ms):.4g} ms" for name, ms in self.times.items())
-        ratios = self.ratios
-        spread = f"({min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} rounds)"
-        return f"{middle}  ratio {median(ratios):.3f} {spread}  {self.bits}"
+            return self.fault or "no round"
+        ms, ratios = ({name: median(ms) for name, ms in self.times.items()}, self.ratios)
+        return ("  ".join(f"{name} {middle:.4g} ms" for name, middle in ms.items())
+                + f"  ratio {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}, "
+                f"{len(ratios)} rounds)  {self.bits}{'; then ' + self.fault if self.fault else ''}")
 
     @property
     def bits(self):
@@ -182,9 +164,10 @@ class Found:
 
 
 def apart(pair, cell):
-    """See `Found`."""
+    """See `Found`. A bias that all keys share changes no weight: its gradient is rounding alone."""
     first, second = pair.ask("check").values()
-    different = [name for name in first if first[name] != second[name]]
+    nothing = {"dbias"} if "k" not in dict(cell.arrays).get("bias", "k") else set()
+    different = [name for name in first if first[name] != second[name] and name not in nothing]
     if not different:
         return {}
     a, b = pair.ask("samples").values()
@@ -196,10 +179,8 @@ def distance(a, b):
     finite = np.isfinite(a)
     if a.shape != b.shape or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
         return math.inf
-    a, difference = a[finite], b[finite] - a[finite]
-    if not np.isfinite(difference).all():
-        return math.inf
-    if not difference.any():
+    a, b = a[finite], b[finite]
+    difference, size = float(np.linalg.norm(b - a)), float(np.linalg.norm(a))
+    if not difference:
         return 0.0
-    size = float(np.linalg.norm(a))
-    return float(np.linalg.norm(difference)) / size if size else math.inf
+    return difference / size if size and math.isfinite(difference) else math.inf

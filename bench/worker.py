@@ -8,13 +8,13 @@ import contextlib
 import hashlib
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 
 import numpy as np
 
 from . import data
-from .clock import GpuClock, HostClock
+from .clock import GpuClock, HostClock, Side
+from .records import installed
 
 MOST_SAMPLES = 1 << 20      # elements of a result that are compared one by one
 
@@ -22,11 +22,10 @@ MOST_SAMPLES = 1 << 20      # elements of a result that are compared one by one
 class Host:
     """Arrays of NumPy, and the processors."""
 
-    def __init__(self, milliseconds):
-        self.clock = HostClock(milliseconds)
+    clock = HostClock
 
     def sets(self, cell):
-        """As many sets as the clock goes through."""
+        """As many sets of inputs as the clock goes through."""
         return data.make(cell, np)
 
     def to_host(self, x):
@@ -40,21 +39,21 @@ class Host:
 class Gpu(Host):
     """Arrays of CuPy."""
 
-    def __init__(self, milliseconds):
-        import cupy
-
-        self._cupy = cupy
-        self.clock = GpuClock(milliseconds)
+    clock = GpuClock
 
     def sets(self, cell):
-        count = data.sets(cell, self._cupy.cuda.Device().attributes["L2CacheSize"])
-        return data.make(cell, self._cupy, count)
+        import cupy
+
+        cache_bytes = cupy.cuda.Device().attributes["L2CacheSize"]
+        return data.make(cell, cupy, data.sets(cell, cache_bytes))
 
     def to_host(self, x):
-        return self._cupy.asnumpy(x)
+        return x.get()
 
     def free(self):
-        self._cupy.get_default_memory_pool().free_all_blocks()
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
 
 
 class Ours:
@@ -64,31 +63,22 @@ class Ours:
         sys.path.insert(0, folder)
         import cupy_flash
 
-        self._library = cupy_flash
-        self.says = {"folder": os.path.dirname(os.path.dirname(cupy_flash.__file__)),
-                     "version": cupy_flash.__version__}
+        self._library, self.version = cupy_flash, cupy_flash.__version__
+        self.folder = os.path.dirname(os.path.dirname(cupy_flash.__file__))
 
     def call(self, cell, sets):
         """Number of a call -> results, for the sets in turn."""
         return data.ours(self._library, cell, sets)
 
-    def within(self, cell):
-        """A context in which the calls of a cell are made."""
-        if not cell.portable:
-            return contextlib.nullcontext()
-        from .plans import device_of
-
-        return device_of(True)
-
 
 class Torch:
     """torch's scaled_dot_product_attention on a CPU."""
 
-    def __init__(self, _):
+    def __init__(self, folder):
         import torch
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        self.says = {"version": torch.__version__}
+        self.version, self.folder = str(torch.__version__), folder
 
     def call(self, cell, sets):
         """Number of a call -> results."""
@@ -96,40 +86,32 @@ class Torch:
 
         return torch_call(cell, [*map(tensors, sets)], sdpa(cell))
 
-    def within(self, cell):
-        """Nothing to be done."""
-        return contextlib.nullcontext()
-
-
-LIBRARIES = {"ours": Ours, "torch": Torch}
-
 
 class Worker:
     """What the other process asks for; one cell is open at a time."""
 
-    def __init__(self, library, place):
+    def __init__(self, library, place, milliseconds):
         self._library, self._place = library, place
-        self._cell = self._side = None
-        self._results, self._paces = {}, {}
+        self._clock, self._paces = place.clock(milliseconds), {}
+        self.close()
 
     def hello(self):
         """What is measured, with what."""
-        found = {}
-        for package in ("numpy", "numba", "cupy-cuda13x", "cupy-cuda12x", "torch"):
-            with contextlib.suppress(PackageNotFoundError):
-                found[package.partition("-")[0]] = version(package)
-        return {**self._library.says, "packages": found}
+        packages = ("numpy", "numba", "cupy-cuda13x", "cupy-cuda12x", "torch")
+        found = {name: installed(name) for name in packages}
+        return {"version": self._library.version, "folder": self._library.folder,
+                "packages": {name: number for name, number in found.items() if number}}
 
     def open(self, cell):
         """Make inputs, and be ready to be timed."""
         self.close()
-        with self._library.within(cell):
-            call = self._library.call(cell, self._place.sets(cell))
-            self._cell, self._side = cell, data.side(call)
+        with within(cell):
+            self._side = Side(self._library.call(cell, self._place.sets(cell)))
+        self._cell = cell
 
     def check(self):
         """Digests of the results of the open cell, by name."""
-        with self._library.within(self._cell):
+        with within(self._cell):
             found = self._side.call(0)
         self._results = {name: np.ascontiguousarray(self._place.to_host(x))
                          for name, x in zip(data.names(self._cell), found, strict=True)}
@@ -145,11 +127,10 @@ class Worker:
     def measure(self):
         """ms per call of the open cell."""
         self._results = {}
-        with self._library.within(self._cell):
-            name = self._cell.name
-            if name not in self._paces:
-                self._paces[name] = self._place.clock.pace(self._side)
-            return self._place.clock.round(self._side, self._paces[name])
+        with within(self._cell):
+            if self._cell not in self._paces:
+                self._paces[self._cell] = self._clock.pace(self._side)
+            return self._clock.round(self._side, self._paces[self._cell])
 
     def compile(self, cells):
         """Have the kernels of cells on disk."""
@@ -157,13 +138,20 @@ class Worker:
             with contextlib.suppress(Exception):    # whoever opens the cell will see it
                 self.open(cell)
                 self.check()
-        self.close()
 
     def close(self):
         """Forget the open cell."""
-        self._cell = self._side = None
-        self._results = {}
+        self._cell, self._side, self._results = None, None, {}
         self._place.free()
+
+
+def within(cell):
+    """A context for the calls of a cell."""
+    if not cell.portable:
+        return contextlib.nullcontext()
+    from .plans import device_of
+
+    return device_of(True)
 
 
 def answer(worker, method, arguments):
@@ -174,22 +162,14 @@ def answer(worker, method, arguments):
         return False, f"{type(error).__name__}: {error}"
 
 
-def serve(worker, pipe):
-    """Answer until the other end is closed."""
-    while True:
-        try:
-            asked = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(answer(worker, *asked))
-
-
-def main():
-    """The process: number of the pipe, library, its folder, "gpu" or "cpu", ms of a round."""
-    number, library, folder, place, milliseconds = sys.argv[1:]
-    place = {"gpu": Gpu, "cpu": Host}[place](float(milliseconds))
-    serve(Worker(LIBRARIES[library](folder), place), Connection(int(number)))
+def main(number, library, folder, place, milliseconds):
+    """Answer what comes through a pipe until its other end is closed."""
+    library, place = {"ours": Ours, "torch": Torch}[library], {"cpu": Host, "gpu": Gpu}[place]
+    worker, pipe = Worker(library(folder), place(), float(milliseconds)), Connection(int(number))
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            pipe.send(answer(worker, *pipe.recv()))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -62,7 +62,7 @@ SMALL = (cell(), cell(direction="backward"), cell(causal=True, softcap=20),
 @pytest.fixture
 def compared(tmp_path, monkeypatch, capsys):
     """A function that compares two trees on small cells: (status, what is printed, record)."""
-    monkeypatch.setattr(compare, "select", lambda *_: SMALL)
+    monkeypatch.setattr(compare.cells, "select", lambda *_: SMALL)
 
     def run(new, old=None, **options):
         trees = (make_tree(tmp_path / "old", **(old or {})), make_tree(tmp_path / "new", **new))
@@ -163,10 +163,14 @@ class Clockwork:
             return {"old": {"out": "bits"}, "new": {"out": "bits"}}
 
 
+def limits(seconds, most):
+    return SimpleNamespace(minutes=seconds / 60, rounds=most)
+
+
 def test_rounds_go_over_all_cells_and_a_cut_leaves_each_with_some(monkeypatch):
     cells = [cell(d=d) for d in (1, 2, 3)]
     clockwork = Clockwork(monkeypatch, {1: 1, 2: 10, 3: 1})
-    found = rounds(clockwork, cells, minutes=20.5 / 60, most=50, say=lambda *_: None)
+    found = rounds(clockwork, cells, limits(20.5, 50))
     # The second cell takes longer than what is left after its first round.
     assert clockwork.seen == [1, 2, 3, *[1, 3] * 4] and clockwork.now == 20
     assert [len(found[one.name].ratios) for one in cells] == [5, 1, 5]
@@ -177,10 +181,10 @@ def test_rounds_go_over_all_cells_and_a_cut_leaves_each_with_some(monkeypatch):
 def test_no_more_rounds_than_asked_for_and_none_after_the_time(monkeypatch):
     cells = [cell(d=d) for d in (1, 2, 3)]
     clockwork = Clockwork(monkeypatch, {1: 1, 2: 1, 3: 1})
-    assert rounds(clockwork, cells, 10, 2, lambda *_: None)[cells[0].name].ratios == [1.5] * 2
+    assert rounds(clockwork, cells, limits(600, 2))[cells[0].name].ratios == [1.5] * 2
     assert clockwork.seen == [1, 2, 3] * 2
     clockwork.seen.clear()
-    found = rounds(clockwork, cells, 1.5 / 60, 9, lambda *_: None)
+    found = rounds(clockwork, cells, limits(1.5, 9))
     assert clockwork.seen == [1, 2]
     said = "\n".join(compare.report(cells, found))
     assert f"1 cells have no round: {cells[2].name}" in said
@@ -215,6 +219,15 @@ def test_distances_know_nan_and_infinity():
         assert distance(x, y) == np.inf, (at, value)
     assert distance(np.zeros(2), np.zeros(2)) == 0 and distance(np.zeros(2), np.ones(2)) == np.inf
     assert distance(x, x[:2]) == np.inf
+
+
+def test_a_gradient_that_is_rounding_alone_is_not_compared():
+    shared = cell(direction="backward", arrays=(("bias", "1hq1"),))
+    digests = {"old": {"dq": 1, "dbias": 1}, "new": {"dq": 1, "dbias": 2}}
+    far = {"old": {"dbias": np.zeros(2)}, "new": {"dbias": np.ones(2)}}
+    workers = SimpleNamespace(ask=lambda method: {"check": digests, "samples": far}[method])
+    assert pair.apart(workers, shared) == {}
+    assert pair.apart(workers, replace(shared, arrays=(("bias", "1hqk"),))) == {"dbias": np.inf}
 
 
 class InProcess:
@@ -266,7 +279,7 @@ def pretended(launches, monkeypatch):
     monkeypatch.setattr(worker.Gpu, "to_host", lambda self, x: np.frombuffer(
         (ctypes.c_char * x.nbytes).from_address(x.data.ptr), x.dtype).reshape(x.shape))
     folder = str(Path(cupy_flash.__file__).parents[1])
-    workers = {name: InProcess(worker.Worker(worker.Ours(folder), worker.Gpu(1.0)))
+    workers = {name: InProcess(worker.Worker(worker.Ours(folder), worker.Gpu(), 1.0))
                for name in ("old", "new")}
     return Pair(workers), launches, holds
 
@@ -280,7 +293,7 @@ def test_cells_of_a_gpu_are_queued_and_timed_by_events(pretended, family, only):
     workers, launched, holds = pretended
     cells = [replace(one, B=min(one.B, 2), Nq=min(one.Nq, 256), Nk=min(one.Nk, 4096 // one.Nq))
              for one in select([family], [only])]
-    found = rounds(workers, cells, minutes=5, most=1, say=lambda *_: None)
+    found = rounds(workers, cells, limits(300, 1))
     assert {name: one.fault for name, one in found.items() if one.fault} == {}
     for one in found.values():
         assert all(len(ms) == 1 and ms[0] > 0 for ms in one.times.values())
@@ -308,7 +321,7 @@ def test_kernels_of_each_sort_of_cell_are_compiled_once_beforehand():
             asked.append((self.name, "stop"))
 
     cells = select(["16-bit"], ["bfloat16"])
-    compare.compile_beforehand(Fake, ("old", "new"), cells, jobs=6)
+    compare.compile_beforehand(Fake, cells, jobs=6)
     for name in ("old", "new"):
         compiled = [one for words in asked if words[:2] == (name, "compile") for one in words[2]]
         assert len(compiled) == len({*compiled}) == 2 * 3 * 2       # passes, head dims, masks
@@ -327,4 +340,5 @@ def test_every_command_can_be_parsed_as_its_module_says():
 
 def test_a_wrong_command_says_which_there_are(capsys):
     assert main(["no-such-thing"]) == 1 and main([]) == 0
-    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    said = capsys.readouterr().out
+    assert all(name in said for name in COMMANDS)

@@ -42,7 +42,7 @@ def anywhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     if GPU_MISSING is not None:
         monkeypatch.setitem(sys.modules, "cupy", np)
-    for folder in (ROOT / "bench", DOCS, DOCS / "pictures"):
+    for folder in (ROOT, DOCS, DOCS / "pictures"):
         monkeypatch.syspath_prepend(str(folder))
 
 
@@ -176,8 +176,9 @@ def test_variables_of_the_environment_are_all():
 
 
 def test_the_readme_has_the_numbers_of_the_records(anywhere):
-    import charts
     import tables
+
+    from bench import charts
 
     text = (ROOT / "README.md").read_text()
     assert tables.errors() in text, "write docs/tables.py's `errors()` into the README"
@@ -188,7 +189,7 @@ def test_the_readme_has_the_numbers_of_the_records(anywhere):
     cpu = re.findall(r"\*\*([\d.]+)\*\*", tables.cpu_speed())
     assert f"by {min(cpu)} to {max(cpu)} in the mean" in " ".join(text.split())
     assert charts.stamp() in (DOCS / "images" / "speed.svg").read_text(), (
-        "draw it again: python bench/charts.py")
+        "draw it again: python -m bench charts")
 
 
 def test_the_picture_of_the_demo_is_drawn(anywhere):
