@@ -53,18 +53,18 @@ class Cell:
 
     @property
     def length(self):
-        """Queries and keys; one number where they are the same."""
-        return f"{self.Nq}" if self.Nq == self.Nk else f"{self.Nq}x{self.Nk}"
+        """Queries and keys; like the next two one number where they are the same."""
+        return _one_or_both(self.Nq, "x", self.Nk)
 
     @property
     def width(self):
-        """Head dims of keys and values, one number where they are the same."""
-        return f"{self.d}" if self.d == self.d_v else f"{self.d}v{self.d_v}"
+        """Head dims of keys and values."""
+        return _one_or_both(self.d, "v", self.d_v)
 
     @property
     def heads(self):
-        """Heads of queries and keys, one number where they are the same."""
-        return f"{self.Hq}" if self.Hq == self.Hk else f"{self.Hq}kv{self.Hk}"
+        """Heads of queries and keys."""
+        return _one_or_both(self.Hq, "kv", self.Hk)
 
     @property
     def option(self):
@@ -135,6 +135,10 @@ class Cell:
             return (W * self.Nq - W * (W - 1) / 2) / (self.Nq * self.Nk)
         share = 0.5 if self.causal else 1
         return share * (sum(self.kv_lens) / (self.B * self.Nk) if self.kv_lens else 1)
+
+
+def _one_or_both(a, word, b):
+    return f"{a}" if a == b else f"{a}{word}{b}"
 
 
 def both(family, dtype, B, Hq, N, d, d_v=None, Hk=None, **options):

@@ -106,7 +106,9 @@ def errors(cell, results, found, xp):
     """
     group, errs = cell.Hq // cell.Hk, {}
     for name, x in results.items():
-        errs[name] = 0.0
+        if not xp.isfinite(x).all():
+            errs[name] = float("nan")
+            continue
         for (b, head), want in found.items():
             if name not in want:        # dbias and dsink, sums over heads
                 continue
@@ -114,7 +116,5 @@ def errors(cell, results, found, xp):
             got = x[b, rows] if name in ("out", "dq") else x[b, head]
             difference = xp.asarray(got, dtype=xp.float64) - want[name]
             ratio = xp.linalg.norm(difference.ravel()) / xp.linalg.norm(want[name].ravel())
-            errs[name] = max(errs[name], float(ratio))
-        if not xp.isfinite(x).all():
-            errs[name] = float("nan")
+            errs[name] = max(errs.get(name, 0.0), float(ratio))
     return errs
