@@ -32,6 +32,9 @@ class Host:
         """A result as NumPy has it."""
         return np.asarray(x)
 
+    def wait(self):
+        """Until all calls are done."""
+
     def free(self):
         """Give back what nobody uses any more."""
 
@@ -49,6 +52,11 @@ class Gpu(Host):
 
     def to_host(self, x):
         return x.get()
+
+    def wait(self):
+        import cupy
+
+        cupy.cuda.Device().synchronize()
 
     def free(self):
         import cupy
@@ -103,10 +111,12 @@ class Worker:
                 "packages": {name: number for name, number in found.items() if number}}
 
     def open(self, cell):
-        """Make inputs, and be ready to be timed."""
+        """Make inputs, and be ready to be timed: memory is taken, and nothing runs any more."""
         self.close()
         with within(cell):
             self._side = Side(self._library.call(cell, self._place.sets(cell)))
+            self._side.call(0)
+        self._place.wait()
         self._cell = cell
 
     def check(self):

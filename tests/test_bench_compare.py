@@ -272,7 +272,8 @@ def pretended(launches, monkeypatch):
     monkeypatch.setattr(cupy, "RawKernel", lambda text, name: lambda *asked: holds.append(asked))
     monkeypatch.setattr(cupy.cuda, "Event", FakeEvent)
     monkeypatch.setattr(cupy.cuda, "get_elapsed_time", lambda a, b: 1e3 * (b.at - a.at))
-    monkeypatch.setattr(worker.Gpu, "free", lambda self: None)
+    for method in ("free", "wait"):
+        monkeypatch.setattr(worker.Gpu, method, lambda self: None)
     monkeypatch.setattr(worker.Gpu, "sets", lambda self, cell: [
         data.Set(*map(fake, one[:4]), {name: fake(x) for name, x in one.options.items()})
         for one in data.make(cell, np, 2)])

@@ -21,6 +21,9 @@ from cupy_flash.bind import Options
 from cupy_flash.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from bench.__main__ import COMMANDS as MEASURES  # noqa: E402
+
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```(\{?[\w-]*\}?)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Blocks that need a package of no extra run where it is installed, in a test of that package.
@@ -32,7 +35,8 @@ def blocks(path):
     return BLOCK.findall(path.read_text())
 
 
-PAGES = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
+PAGES = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md",
+                           ROOT / "bench" / "README.md", *sorted(DOCS.glob("*.md")))
          if blocks(path)]
 
 
@@ -113,7 +117,9 @@ def test_commands_exist():
             assert word in targets, f"{page}: {line}"
         for word in re.findall(r'pip install "\.\[(.*?)\]"', line):
             assert set(word.split(",")) <= extras, f"{page}: {line}"
-        for word in re.findall(r"python ((?:bench|examples|tests)/[\w./]+)", line):
+        for word in re.findall(r"-m bench ([\w-]+)", line):
+            assert word in MEASURES, f"{page}: {line}"
+        for word in re.findall(r"python ((?:examples|tests)/[\w./]+)", line):
             assert (ROOT / word).exists(), f"{page}: {line}"
     assert found >= 5
 
