@@ -292,7 +292,7 @@ def arguments(parser, minutes, rounds, milliseconds):
     parser.add_argument("--lengths", nargs="+", type=int, default=(), metavar="N",
                         help="cells with one of these numbers of keys")
     parser.add_argument("--minutes", type=float, default=minutes,
-                        help="when they are over, what is there is printed")
+                        help="from the start; when they are over, what is there is printed")
     parser.add_argument("--rounds", type=int, default=rounds, help="of all sides")
     parser.add_argument("--milliseconds", type=float, default=milliseconds,
                         help="of a side's calls each time")

@@ -19,6 +19,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 
@@ -45,6 +46,7 @@ def arguments(parser):
 
 def main(options):
     """Compare; see above."""
+    end = time.monotonic() + 60 * options.minutes
     place = options.on or ("gpu" if gpu_is_there() else "cpu")
     chosen = cells.select(options.cells or DEFAULTS[place], options.only, options.lengths)
     if not chosen:
@@ -61,7 +63,7 @@ def main(options):
             sides = described(pair, trees, names)
             if place == "gpu":
                 compile_beforehand(start, chosen, options.jobs)
-            found = rounds(pair, chosen, options)
+            found = rounds(pair, chosen, end, options.rounds)
         finally:
             pair.stop()
     say("\n".join(["", *report(chosen, found)]))

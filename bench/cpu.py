@@ -12,6 +12,7 @@ Results are compared with each other before anything is timed.
 
 import json
 import sys
+import time
 from pathlib import Path
 from statistics import median
 
@@ -34,13 +35,14 @@ def arguments(parser):
 
 def main(options):
     """Measure all cells, or some; 1 if results differ."""
+    end = time.monotonic() + 60 * options.minutes
     chosen = cells.select(options.cells or ("cpu",), options.only, options.lengths)
     pair = Pair({
         "torch": Process("torch", "", "cpu", options.milliseconds, python=options.torch_python),
         "ours": Process("ours", ROOT, "cpu", options.milliseconds)})
     try:
         torch = pair.ask("hello")["torch"]["version"]
-        found = rounds(pair, chosen, options)
+        found = rounds(pair, chosen, end, options.rounds)
     finally:
         pair.stop()
     lines = [record(cell, found[cell.name], torch) for cell in chosen if found[cell.name].times]

@@ -89,16 +89,16 @@ class Pair:
             worker.stop()
 
 
-def rounds(pair, cells, options):
-    """Rounds over all cells until `minutes` are over or there are `rounds`; `Found` by name.
+def rounds(pair, cells, end, most):
+    """Rounds over all cells, `most` of them, until the clock is at `end`: `Found` by name.
 
     The first round compares results before it times anything. A cell whose round takes longer than
-    what is left is passed over; a cut leaves all cells with some rounds unless the first is cut.
+    what is left is passed over. So a cut leaves all cells with some rounds; a cut of the first
+    round leaves the largest without.
     """
     found = {cell.name: Found() for cell in cells}
-    end = time.monotonic() + 60 * options.minutes
-    for number in range(options.rounds):
-        for cell in cells:
+    for number in range(most):
+        for cell in sorted(cells, key=lambda one: one.flops):
             one, left = found[cell.name], end - time.monotonic()
             if one.fault or left < one.seconds or left < 0:
                 continue
