@@ -81,6 +81,7 @@ def case_of(one):
 @pytest.mark.parametrize("one", [
     *(cell("backward", **{"B": 1, "Hq": 2, "Hk": 1} | changes) for changes in (
         {}, {"causal": True}, {"causal": True, "Nk": 90}, {"causal": True, "window": 9}, {"Hk": 2},
+        {"arrays": (("bias", "bhqk"), ("alibi_slopes", "h"), ("sink", "h")), "softcap": 5},
         {"d_v": 5}, {"Nq": 1500, "Nk": 1100}, {"Nq": 1, "Nk": 64}, {"spread": 16},
         {"Nq": 1030, "Nk": 1100, "causal": True, "window": 33})),
     *(replace(one, Nq=70, Nk=70, d=8, d_v=8, Hq=4, Hk=one.Hk // 2) for one in OPTIONS)],

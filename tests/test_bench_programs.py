@@ -48,9 +48,12 @@ class Clock:
         self.order = []
 
     def pace(self, side):
+        if side.errors is None:
+            raise MemoryError("all gone")
         return clock.Pace(3)
 
     def round(self, side, pace):
+        self.order.append(side.call(0))
         return side.call(0)
 
 
@@ -105,6 +108,16 @@ def test_speed_says_when_ours_fails_and_stops_with_the_time(measured, capsys):
     assert status == 1 and [bool(one["ours"]) for one in lines] == [True, False]
     measured("--cells", "16-bit", "--only", "full-n1024*bfloat16", "--minutes", "0")
     assert "time is up: 6 cells are left" in capsys.readouterr().out
+
+
+def test_every_second_round_goes_backwards():
+    timer = Clock(1)
+    sides = {name: clock.Side(lambda i, name=name: name, errors=errors)
+             for name, errors in (("a", {}), ("b", {}), ("c", None))}
+    times, paces, failed = speed.in_turn(timer, sides, 3)
+    assert timer.order == ["a", "b", "b", "a", "a", "b"]
+    assert times == {"a": ["a"] * 3, "b": ["b"] * 3} and paces.keys() == {"a", "b"}
+    assert failed == {"c": "MemoryError: all gone"}
 
 
 def test_other_cells_have_kernels_too(here):
