@@ -1,27 +1,22 @@
 """Charts of the committed records, for the documentation and the README.
 
-    python bench/charts.py          # writes docs/images/speed.svg, the chart in the README
+    python -m bench charts          # writes docs/images/speed.svg, the chart in the README
 
 Each function returns a figure; `docs/pictures/` calls them when the pages are built. Nothing is
 measured here.
 """
 
-import json
 import re
-import sys
-from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT)]
+import cupy_flash as cf
 
-from speed_lines import newest  # noqa: E402
-from speed_table import PEERS  # noqa: E402
-
-import cupy_flash as cf  # noqa: E402
+from . import RESULTS, ROOT
+from .pages import PEERS
+from .records import Results, newest
 
 OURS, BEST, CEILING, OTHER = "#2a6fb0", "#d98a2b", "#999999", "#b03a2e"
 # TFLOP/s of an H200's tensor cores without sparsity, by its data sheet; 3xTF32 are three products.
@@ -32,8 +27,7 @@ NAMES = {"tf32x3": "float32", "tf32": 'float32, precision="tf32"'}
 
 def records(name):
     """The lines of a file of records."""
-    text = (ROOT / "bench" / "results" / name).read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return Results(RESULTS / name).lines()
 
 
 def speed_records(**fields):
@@ -224,20 +218,21 @@ def planned(direction, N, shape=(1, 4), d=64, dtype="float16"):
     return results + sum(int(number.replace(",", "")) for number in workspace)
 
 
-def main():
+def arguments(parser):
+    """There are none."""
+
+
+def main(_):
     """Write the chart of the README; its bytes depend on the records alone."""
     path = ROOT / "docs" / "images" / "speed.svg"
     with mpl.rc_context({"svg.hashsalt": "cupy_flash", "svg.fonttype": "none"}):
         figure = lengths("16-bit", "bfloat16")
         figure.savefig(path, metadata={"Date": None, "Description": stamp()})
     print(f"wrote {path.relative_to(ROOT)}")
+    return 0
 
 
 def stamp():
     """What the chart was drawn from, to be found again in the file."""
     rates = [(one["cell"], one["ours"]["rate"]) for one in speed_records(family="16-bit")]
     return f"16-bit cells: {len(rates)}, sum of rates {sum(rate for _, rate in rates):.2f}"
-
-
-if __name__ == "__main__":
-    main()

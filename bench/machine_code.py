@@ -1,9 +1,9 @@
 """Compare the machine code of every kernel of two commits, without a GPU.
 
-    python bench/machine_code.py 1ba2604                 # with the working tree
-    python bench/machine_code.py 1ba2604 HEAD --arch 90a
-    python bench/machine_code.py 1ba2604 --renew
-    python bench/machine_code.py 1ba2604 --renamed forward_registers=forward_sm80
+    python -m bench machine-code 1ba2604                 # with the working tree
+    python -m bench machine-code 1ba2604 HEAD --arch 90a
+    python -m bench machine-code 1ba2604 --renew
+    python -m bench machine-code 1ba2604 --renamed forward_registers=forward_sm80
 
 A change that is to leave the kernels alone (names, comments, functions moved) leaves their machine
 code as it is. Each commit lists the units that its planner can ask for, those for sm_90a without
@@ -14,7 +14,6 @@ cores if all sources have changed. With --renew, if nothing differs, lines of me
 were not stale at the old commit get the new digests of their sources.
 """
 
-import argparse
 import json
 import os
 import re
@@ -26,8 +25,9 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "tests"), os.environ.get("CUPY_FLASH_CHECKOUT", str(HERE.parent))]
+from . import RESULTS, ROOT
+from .compare import tree
+from .records import Results
 
 KINDS = (("bfloat16", None), ("float16", None), ("float32", "tf32x3"), ("float32", "tf32"),
          ("float64", None))
@@ -38,43 +38,36 @@ OPTIONS = ({}, {"bias_shape": (1, 1, 64, 1)}, {"has_mask": True}, {"softcap": 5.
 SIZES = ({"batch": 1, "Nq": 64, "Nk": 65536}, {"batch": 64, "Nq": 512, "Nk": 1024})
 # KiB of shared memory that a block can have.
 ARCHITECTURES = {"80": 163, "90a": 227}
-RESULTS = HERE / "results" / "gpu_speed.jsonl"
+SPEED = RESULTS / "gpu_speed.jsonl"
 # Instructions, constants and what a kernel needs: registers and stack are in .nv.info. The other
 # sections have names and tables for debuggers.
 COMPARED = (".text.", ".nv.info", ".nv.constant", ".nv.global", ".nv.shared")
 NOTHING_STORED = 8          # the type of a section that has an extent alone
 
 
-def main():
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("old", help="a commit")
-    parser.add_argument("new", nargs="?", help="another one; without it, the working tree")
+def arguments(parser):
+    """Of the command line."""
+    parser.add_argument("old", help="a commit, or a folder with the package")
+    parser.add_argument("new", nargs="?", default=str(ROOT),
+                        help="another one; without it, the working tree")
     parser.add_argument("--arch", choices=ARCHITECTURES, action="append")
     parser.add_argument("--part", type=int, default=1, metavar="N", help="every N-th unit only")
     parser.add_argument("--renew", action="store_true", help="digests of measured speeds, too")
     parser.add_argument("--renamed", action="append", default=[], metavar="OLD=NEW",
                         help="a kernel that had another name at the old commit")
-    arguments = parser.parse_args()
-    renamed = dict(pair.split("=") for pair in arguments.renamed)
+
+
+def main(options):
+    """Compare; see above."""
+    renamed = dict(pair.split("=") for pair in options.renamed)
     with tempfile.TemporaryDirectory() as folder:
-        trees = [check_out(commit, Path(folder, name)) if commit else HERE.parent
-                 for name, commit in (("old", arguments.old), ("new", arguments.new))]
+        trees = [tree(options.old, Path(folder, "old")), tree(options.new, Path(folder, "new"))]
         faults = 0
-        for arch in arguments.arch or ARCHITECTURES:
-            faults += compare(arch, *trees, arguments.part, renamed)
-        if arguments.renew and not faults:
+        for arch in options.arch or ARCHITECTURES:
+            faults += compare(arch, *trees, options.part, renamed)
+        if options.renew and not faults:
             renew(*trees)
     return int(faults > 0)
-
-
-def check_out(commit, folder):
-    """The files of a commit."""
-    folder.mkdir()
-    archive = subprocess.run(["git", "-C", str(HERE.parent), "archive", commit], check=True,
-                             capture_output=True).stdout
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
-    return folder
 
 
 def compare(arch, old, new, part, renamed):
@@ -112,33 +105,40 @@ def now_named(name, renamed):
 
 def renew(old, new):
     """Write the digests of the new sources into the lines whose digests were the old ones."""
-    lines = [json.loads(text) for text in RESULTS.read_text().splitlines()]
+    lines = Results(SPEED).lines()
     for line, before, now in zip(lines, ask(old, "digests"), ask(new, "digests"), strict=True):
         if line["sources"] == before:
             line["sources"] = now
-    RESULTS.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    SPEED.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+# This bench first, then the package of a folder.
+IN_TREE = """
+import sys
+import bench
+sys.path.insert(0, sys.argv[1])
+from bench.machine_code import answer
+answer(*sys.argv[2:])
+"""
 
 
 def ask(tree, *words):
     """What `answer` says of a tree, in a process that imports its package."""
-    command = [sys.executable, "-c", "import machine_code as m; m.answer()", *words]
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=tree,
-                          env=os.environ | {"CUPY_FLASH_CHECKOUT": str(tree),
-                                            "PYTHONPATH": str(HERE)}).stdout
+    said = subprocess.run([sys.executable, "-c", IN_TREE, str(tree), *words], check=True,
+                          stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
     return json.loads(said)
 
 
-def answer():
+def answer(what, *words):
     """Print, for `ask`, the units of an architecture, or the digests of the measured kernels."""
-    what, *words = sys.argv[1:]
     json.dump({"units": units, "digests": digests}[what](*words), sys.stdout)
 
 
 def digests():
     """Of the sources of each line's kernels."""
-    from speed_lines import sources_of
+    from .plans import sources_of
 
-    return [sources_of(json.loads(text)["kernels"]) for text in RESULTS.read_text().splitlines()]
+    return [sources_of(line["kernels"]) for line in Results(SPEED).lines()]
 
 
 def units(arch):
@@ -204,7 +204,3 @@ def sections(cubin):
 def different_sections(a, b):
     """Names of the sections that two units do not have alike."""
     return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,28 +1,28 @@
-"""What is timed: ours, torch's backends, and FlashAttention-3 and -4 where they are installed.
+"""What ours is timed beside on a GPU: torch's backends, FlexAttention, FlashAttention-3 and -4.
 
 All work on the same memory, and on the one stream of CuPy and torch; JAX alone has streams of its
-own.
+own. In a few dimensions it is a plain kernel.
 """
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import cupy as cp
 import torch
-from speed_data import bound, errors
-from speed_lines import absent, reason
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 import cupy_flash as cf
 
+from . import data
+from .cells import SIXTEEN_BIT
+from .clock import Side
+from .plain_kernel import plain
+from .records import MODULES, absent, installed, reason
+from .torch_side import CannotError, sdpa, tensors, torch_call
+from .truth import errors, known
 
-class CannotError(Exception):
-    """Why a peer has no part in a cell."""
+MOST_MATH = 2e10        # bytes of scores that torch's `math` may take
 
 
 class WrongError(Exception):
@@ -30,32 +30,45 @@ class WrongError(Exception):
 
 
 @dataclass
-class Side:
-    """One implementation at one cell.
+class Data:
+    """Sets of inputs as CuPy's arrays and as tensors over the same memory, answers to the first."""
 
-    call: number of the call -> its results, for the sets of inputs in turn.
-    tensors: results -> torch tensors (B, heads, N, width).
-    wait: waits for results on a stream of another library; None: they are on the common stream.
-    errors: of each result, see `speed_data.errors`.
-    """
-
-    call: Callable[[int], Any]
-    tensors: Callable[[Any], tuple]
-    wait: Callable[[Any], Any] | None = None
-    errors: dict | None = None
+    cupy: list
+    torch: list
+    answers: dict
 
 
-def sides(cell, data):
+def make(cell):
+    """The `Data` of a cell."""
+    if cp.cuda.get_current_stream().ptr != torch.cuda.current_stream().cuda_stream:
+        raise SystemExit("CuPy and torch work on different streams")
+    count = data.sets(cell, cp.cuda.Device().attributes["L2CacheSize"])
+    arrays = data.make(cell, cp, count)
+    views = [tensors(one, tensor) for one in arrays]
+    with torch.device("cuda"):
+        return Data(arrays, views, known(cell, views[0], torch))
+
+
+def tensor(x):
+    """A CuPy array as a tensor; not every type can leave through DLPack under its own name."""
+    if x.dtype.name == "bfloat16":
+        return torch.from_dlpack(x.view(cp.int16)).view(torch.bfloat16)
+    if x.dtype.name == "bool":
+        return torch.from_dlpack(x.view(cp.uint8)).view(torch.bool)
+    return torch.from_dlpack(x)
+
+
+def sides(cell, given):
     """Sides whose results are right, by name, and the reasons why others are missing.
 
     Ours comes first; without it there is nothing to compare, and no peer is looked at.
     """
     able, missing = {}, {}
-    for name, make in {"ours": ours, **PEERS[cell.dtype]}.items():
+    for name, make_side in {"ours": ours, **peers_of(cell)}.items():
         with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always")
             try:
-                able[name] = _checked(cell, data, make(cell, data))
+                able[name] = _checked(cell, given, make_side(cell, given))
             except CannotError as error:
                 missing[name] = str(error)
             except Exception as error:          # whatever a peer raises, the others go on
@@ -65,10 +78,11 @@ def sides(cell, data):
     return able, missing
 
 
-def _checked(cell, data, side):
+def _checked(cell, given, side):
     """The side, after its results have been compared with the answers."""
-    side.errors = errors(cell, side.tensors(side.call(0)), data.answers, torch)
-    allowed = bound(cell)
+    results = dict(zip(data.names(cell), side.tensors(side.call(0)), strict=False))
+    side.errors = errors(cell, results, given.answers, torch)
+    allowed = data.bound(cell)
     wrong = {name: error for name, error in side.errors.items() if not error <= allowed}
     if wrong:
         raise WrongError(", ".join(f"{name} is off by {error:.1e}" for name, error in wrong.items())
@@ -76,100 +90,104 @@ def _checked(cell, data, side):
     return side
 
 
-def ours(cell, data):
-    """cupy_flash; backward is given what forward returned, as torch keeps it."""
-    options = {"causal": cell.causal, "precision": cell.precision}
-    if cell.window:
-        options["window"] = (cell.window - 1, 0)
-    sets = data.cupy
-    if cell.direction == "forward":
-        return Side(lambda i: (cf.attention(*sets[i % len(sets)][:3], **options),), _tensors)
-    saved = [cf.attention(*one[:3], return_lse=True, **options) for one in sets]
-
-    def call(i):
-        q, k, v, dout = sets[i % len(sets)]
-        return cf.attention_backward(dout, q, k, v, *saved[i % len(sets)], **options)[:3]
-
-    return Side(call, _tensors)
-
-
-def _tensors(arrays):
-    """CuPy's arrays as tensors; its bfloat16 cannot leave through DLPack under its own name."""
-    return tuple(torch.from_dlpack(x) if x.dtype.name != "bfloat16"
-                 else torch.from_dlpack(x.view(cp.int16)).view(torch.bfloat16) for x in arrays)
-
-
-def _torch_side(forward, cell, sets, swapped=False):
-    """The side of a torch function (q, k, v) -> out; swapped: its arrays are (B, N, heads, ...)."""
-    def tensors(results):
-        return tuple(x.transpose(1, 2) if swapped else x for x in results)
-
-    if cell.direction == "forward":
-
-        def call(i):
-            with torch.no_grad():
-                return (forward(*sets[i % len(sets)][:3]),)
-
-        return Side(call, tensors)
-    graphs = []
-    for q, k, v, dout in sets:
-        leaves = [x.detach().requires_grad_(True) for x in (q, k, v)]
-        graphs.append((forward(*leaves), leaves, dout))
-
-    def pull(i):
-        out, leaves, dout = graphs[i % len(sets)]
-        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-    return Side(pull, tensors)
+def ours(cell, given):
+    """cupy_flash."""
+    return Side(data.ours(cf, cell, given.cupy), lambda found: tuple(map(tensor, found)))
 
 
 def _sdpa(backend):
     """Maker of a backend of torch's scaled_dot_product_attention."""
-    def make(cell, data):
-        if cell.window:
-            raise CannotError("torch's scaled_dot_product_attention has no window")
+    def make_side(cell, given):
+        if backend == SDPBackend.MATH and 8 * cell.B * cell.Hq * cell.Nq * cell.Nk > MOST_MATH:
+            raise CannotError("the scores would not fit")
         # With TF32 allowed, the products of `math` are the fast ones; nothing else looks at it.
         torch.set_float32_matmul_precision("high" if cell.precision == "tf32" else "highest")
+        inner = sdpa(cell)
 
-        def forward(q, k, v):
+        def attend(q, k, v, mask):
             with sdpa_kernel(backend):
-                return scaled_dot_product_attention(
-                    q, k, v, is_causal=cell.causal, enable_gqa=cell.Hq != cell.Hk)
+                return inner(q, k, v, mask)
 
-        return _torch_side(forward, cell, data.torch)
+        return Side(torch_call(cell, given.torch, attend))
 
-    return make
+    return make_side
 
 
-def _fa2(cell, data):
+def _fa2(cell, given):
     """FlashAttention-2 in torch; for a window, which SDPA does not hand on, the operator itself."""
     if not cell.window:
-        return _sdpa(SDPBackend.FLASH_ATTENTION)(cell, data)
+        return _sdpa(SDPBackend.FLASH_ATTENTION)(cell, given)
 
-    def forward(q, k, v):
+    def attend(q, k, v, _):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, cell.Nq, cell.Nk, 0.0, False, False,
             window_size_left=cell.window - 1, window_size_right=0)[0]
         return out.transpose(1, 2)
 
-    return _torch_side(forward, cell, data.torch)
+    return Side(torch_call(cell, given.torch, attend))
 
 
-def _swapped(data):
+@cache
+def _flex():
+    """FlexAttention, compiled for every shape anew, and the maker of its masks."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.config.cache_size_limit = 256
+    return torch.compile(flex_attention, dynamic=False), create_block_mask
+
+
+def _flex_side(cell, given):
+    """FlexAttention, where the option is a function of places or lengths."""
+    if {"bias", "sink"} & dict(cell.arrays).keys() or ("mask", "11qk") in cell.arrays:
+        raise CannotError("not a function of places")
+    if cell.dtype == "float64":
+        raise CannotError("FlexAttention has no float64")
+    flex, create_block_mask = _flex()
+    options = given.torch[0].options
+
+    def seen(b, h, i, j):
+        found = i - j >= 0 if cell.causal else i >= 0
+        if cell.window:
+            found = found & (i - j < cell.window)
+        if "kv_lens" in options:
+            found = found & (j < options["kv_lens"][b])
+        return found & options["mask"][b, 0, 0, j] if "mask" in options else found
+
+    def score(s, b, h, i, j):
+        if cell.softcap:
+            s = cell.softcap * torch.tanh(s / cell.softcap)
+        return s - options["alibi_slopes"][h] * (i - j).abs() if "alibi_slopes" in options else s
+
+    words = {"enable_gqa": cell.Hq != cell.Hk}
+    if cell.softcap or "alibi_slopes" in options:
+        words["score_mod"] = score
+    if cell.causal or {"kv_lens", "mask"} & options.keys():
+        words["block_mask"] = create_block_mask(
+            seen, cell.B if {"kv_lens", "mask"} & options.keys() else None, None, cell.Nq, cell.Nk,
+            device="cuda")
+    # Masks are those of the first set.
+    sets = [one._replace(options={}) for one in given.torch[:1 if options else None]]
+    return Side(torch_call(cell, sets, lambda q, k, v, _: flex(q, k, v, **words)))
+
+
+def _swapped(given):
     """Copies of the sets as (B, N, heads, width), the layout of FlashAttention-3 and -4."""
-    return [[x.transpose(1, 2).contiguous() for x in one] for one in data.torch]
+    return [one._replace(**{name: getattr(one, name).transpose(1, 2).contiguous()
+                            for name in ("q", "k", "v", "dout")}) for one in given.torch]
 
 
-def _need(name):
-    """Raise unless the module of the peer is there."""
+def _need(name, cell):
+    """Raise unless the module of the peer is there, and the cell has no options."""
     if name in absent():
         raise CannotError(absent()[name])
+    if cell.arrays or cell.softcap:
+        raise CannotError(f"{MODULES[name]} has no such option")
 
 
-def _fa3(cell, data):
+def _fa3(cell, given):
     """FlashAttention-3 through the package flash_attn3_jax."""
-    _need("fa3")
+    _need("fa3", cell)
     if cell.d != cell.d_v or cell.d > 128:
         raise CannotError("flash_attn3_jax has no kernels for these head dims")
     import jax
@@ -178,8 +196,8 @@ def _fa3(cell, data):
     options = (cell.d**-0.5, cell.causal, (-1, -1))
     if cell.window:
         options = (cell.d**-0.5, False, (cell.window - 1, 0))
-    copies = _swapped(data)
-    sets = [[jax.numpy.from_dlpack(x) for x in one] for one in copies]
+    copies = _swapped(given)
+    sets = [[jax.numpy.from_dlpack(x) for x in one[:4]] for one in copies]
     forward = jax.jit(lambda q, k, v: _flash_mha_fwd(q, k, v, *options))
     if cell.direction == "forward":
         run, arguments = (lambda *x: forward(*x)[:1]), [one[:3] for one in sets]
@@ -187,45 +205,58 @@ def _fa3(cell, data):
         run = jax.jit(lambda dout, *rest: _flash_mha_bwd(dout, *rest, *options))
         arguments = [(dout, q, k, v, *forward(q, k, v)) for q, k, v, dout in sets]
 
-    def tensors(results):
+    def seen(results):
         jax.block_until_ready(results)
         return tuple(torch.from_dlpack(x).transpose(1, 2) for x in results)
 
     def call(i, keep=copies):       # JAX's arrays are views of the copies
         return run(*arguments[i % len(arguments)])
 
-    return Side(call, tensors, jax.block_until_ready)
+    return Side(call, seen, jax.block_until_ready)
 
 
-def _fa4(cell, data):
+def _fa4(cell, given):
     """FlashAttention-4, kernels in CuTe DSL; both passes, backward by its autograd function."""
-    _need("fa4")
+    _need("fa4", cell)
     from flash_attn.cute import flash_attn_func
 
     options = {"causal": cell.causal}
     if cell.window:
         options = {"window_size": (cell.window - 1, 0)}
 
-    def forward(q, k, v):
+    def attend(q, k, v, _):
         out = flash_attn_func(q, k, v, **options)
         return out[0] if isinstance(out, tuple) else out
 
-    return _torch_side(forward, cell, _swapped(data), swapped=True)
+    return Side(torch_call(cell, _swapped(given), attend, swapped=True))
 
 
-_SIXTEEN_BIT = {"cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION), "fa2": _fa2, "fa3": _fa3, "fa4": _fa4}
+def _plain(cell, given):
+    """A kernel of CUDA cores alone."""
+    if cell.direction == "backward":
+        raise CannotError("the plain kernel has no backward pass")
+    return Side(plain(cell, given.cupy), lambda found: tuple(map(tensor, found)))
+
+
 _MATH = {"math": _sdpa(SDPBackend.MATH)}
-PEERS = {"bfloat16": _SIXTEEN_BIT, "float16": _SIXTEEN_BIT, "float64": _MATH,
-         "float32": {"efficient": _sdpa(SDPBackend.EFFICIENT_ATTENTION), **_MATH}}
+_EFFICIENT = {"efficient": _sdpa(SDPBackend.EFFICIENT_ATTENTION), **_MATH}
+_FAST = {"cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION), "fa2": _fa2, "fa3": _fa3, "fa4": _fa4}
+_BY_DTYPE = {"float32": _EFFICIENT, "float64": _MATH}
+
+
+def peers_of(cell):
+    """Makers of sides by name."""
+    if cell.family == "small-d":
+        return {"plain": _plain}
+    found = _FAST if cell.dtype in SIXTEEN_BIT else _BY_DTYPE[cell.dtype]
+    if cell.family in ("options", "shapes", "rows"):
+        found = {**found, **(_EFFICIENT if cell.dtype != "float64" else {})}
+    return {**found, **({"flex": _flex_side} if cell.family == "options" else {})}
 
 
 @cache
 def versions():
     """Of the libraries that peers come from."""
-    found = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
-    for package in ("flash-attn3-jax", "flash-attn-4"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {name: installed(name) for name in ("flash-attn3-jax", "flash-attn-4")}
+    return {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
+            **{name: number for name, number in found.items() if number}}

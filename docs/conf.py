@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE / "extensions"), str(HERE), str(HERE.parent / "bench"), str(HERE.parent)]
+sys.path[:0] = [str(HERE / "extensions"), str(HERE), str(HERE.parent)]
 
 import cupy_flash  # noqa: E402
 

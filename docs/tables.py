@@ -36,8 +36,8 @@ def mean(values):
 
 def gpu_speed():
     """Ratios to the best peer, by family and type; and what is stale."""
-    from charts import speed_records
-    from speed_lines import stale
+    from bench.charts import speed_records
+    from bench.plans import stale
 
     words = {"16-bit": "full and causal", "features": "grouped heads, d 192 and 128, a window",
              "decode": "one query on many keys", "science": "one sequence",
@@ -193,7 +193,7 @@ def traffic(N=16384, d=128, heads=16, Br=128, size=2):
 
 def workspace():
     """What plans ask for beside operands and results, on the machine that builds the pages."""
-    from charts import planned
+    from bench.charts import planned
 
     rows = []
     for N in (1024, 16384, 262144):

@@ -85,7 +85,7 @@ def assert_rows_as_accurate(name, got, want, draws, floor=0.0):
     and those below `CANCELLED`, are left to the rule for the whole array. The parameters are those
     of `assert_as_accurate_as_baseline`; a floor counts in proportion to the norm.
     """
-    norm, error = _row_norms(want), _row_norms(got.astype(want.dtype), want)
+    norm, error = row_norms(want), row_norms(got.astype(want.dtype), want)
     seen = np.flatnonzero(norm > CANCELLED * np.fmax.reduce(norm, initial=0))
     seen = seen[np.argsort(norm[seen], kind="stable")]
     allowed = max(4, len(seen) // 500)
@@ -98,8 +98,8 @@ def assert_rows_as_accurate(name, got, want, draws, floor=0.0):
     for truth, plain in draws:
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             plain = plain.astype(got.dtype).astype(truth.dtype)
-            relative = (_row_norms(plain, truth) / _row_norms(truth))[seen]
-        near = np.fmax(near, _largest_of_nearest(relative))
+            relative = (row_norms(plain, truth) / row_norms(truth))[seen]
+        near = np.fmax(near, largest_of_nearest(relative))
         beyond = factors > 2 * near
         if beyond.sum() <= allowed:
             return
@@ -122,7 +122,7 @@ def _errors(value, want):
     return np.abs(np.where(finite, value, 0) - np.where(finite, want, 0))
 
 
-def _row_norms(x, origin=None):
+def row_norms(x, origin=None):
     """Norm of `x - origin` along the last axis, flat, NaN unless all is finite; never overflows."""
     with np.errstate(invalid="ignore"):
         x = np.abs(x if origin is None else x - origin)
@@ -132,7 +132,7 @@ def _row_norms(x, origin=None):
     return (np.sqrt(np.square(x).sum(axis=-1)) * unit[..., 0]).ravel()
 
 
-def _largest_of_nearest(x):
+def largest_of_nearest(x):
     """The largest of the `NEAREST` entries around each one: windows grow by doubling."""
     if len(x) <= NEAREST:
         return np.full_like(x, np.fmax.reduce(x))

@@ -16,8 +16,8 @@ from numba import njit
 from cupy_flash.backends.cpu import cache, pool, team
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "bench"))
-import cpu_interrupts  # noqa: E402
+sys.path.insert(0, str(ROOT))
+from bench import interrupts  # noqa: E402
 
 SHARED_CACHE = cache.cache_folder().parents[1]      # kernels that other tests compiled
 
@@ -50,8 +50,8 @@ def run_python(*pieces):
 
 
 def test_interrupted_calls_write_nothing_afterwards():
-    """A sample of what `bench/cpu_interrupts.py` does a thousand times."""
-    totals = cpu_interrupts.survey(42, batch=14)
+    """A sample of what `python -m bench interrupts` does a thousand times."""
+    totals = interrupts.survey(42, batch=14)
     assert totals["raised"] >= 30
     assert (totals["changed"], totals["died"]) == (0, 0)
 

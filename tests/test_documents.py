@@ -22,6 +22,9 @@ from cupy_flash.bind import Options
 from cupy_flash.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from bench.__main__ import COMMANDS as MEASURES  # noqa: E402
+
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```(\{?[\w-]*\}?)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Blocks that need a package of no extra run where it is installed, in a test of that package.
@@ -33,7 +36,8 @@ def blocks(path):
     return BLOCK.findall(path.read_text())
 
 
-PAGES = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
+PAGES = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md",
+                           ROOT / "bench" / "README.md", *sorted(DOCS.glob("*.md")))
          if blocks(path)]
 
 
@@ -43,7 +47,7 @@ def anywhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     if GPU_MISSING is not None:
         monkeypatch.setitem(sys.modules, "cupy", np)
-    for folder in (ROOT / "bench", DOCS, DOCS / "pictures"):
+    for folder in (ROOT, DOCS, DOCS / "pictures"):
         monkeypatch.syspath_prepend(str(folder))
 
 
@@ -125,7 +129,9 @@ def test_commands_exist():
             assert word in targets, f"{page}: {line}"
         for word in re.findall(r'pip install "\.\[(.*?)\]"', line):
             assert set(word.split(",")) <= extras, f"{page}: {line}"
-        for word in re.findall(r"python ((?:bench|examples|tests)/[\w./]+)", line):
+        for word in re.findall(r"-m bench ([\w-]+)", line):
+            assert word in MEASURES, f"{page}: {line}"
+        for word in re.findall(r"python ((?:examples|tests)/[\w./]+)", line):
             assert (ROOT / word).exists(), f"{page}: {line}"
     assert found >= 5
 
@@ -236,8 +242,9 @@ def test_records_of_a_cpu_are_old_once_its_kernels_have_changed(anywhere, tmp_pa
 
 
 def test_the_readme_has_the_numbers_of_the_records(anywhere):
-    import charts
     import tables
+
+    from bench import charts
 
     text = (ROOT / "README.md").read_text()
     assert tables.errors() in text, "write docs/tables.py's `errors()` into the README"
@@ -248,4 +255,4 @@ def test_the_readme_has_the_numbers_of_the_records(anywhere):
     cpu = re.findall(r"\*\*([\d.]+)\*\*", tables.cpu_speed())
     assert f"by {min(cpu)} to {max(cpu)} in the mean" in " ".join(text.split())
     assert charts.stamp() in (DOCS / "images" / "speed.svg").read_text(), (
-        "draw it again: python bench/charts.py")
+        "draw it again: python -m bench charts")

@@ -1,12 +1,12 @@
-"""What bench/machine_code.py calls the same machine code, and which kernels it looks at."""
+"""What `python -m bench machine-code` calls the same code, and which kernels it looks at."""
 
 import sys
 from pathlib import Path
 
 import nvrtc
 
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
-import machine_code
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench import machine_code
 
 UNIT = """\
 {comment}

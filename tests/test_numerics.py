@@ -11,11 +11,11 @@ from numerics import (
     FEW,
     FEW_ROWS,
     NEAREST,
-    _largest_of_nearest,
     assert_as_accurate_as_baseline,
     assert_rows_as_accurate,
     draws_for,
     eps,
+    largest_of_nearest,
 )
 
 import cupy_flash as cf
@@ -109,7 +109,7 @@ def test_a_baseline_that_errs_in_large_rows_does_not_excuse_small_ones():
 @pytest.mark.parametrize("n", [1, 5, NEAREST, NEAREST + 1, 1000])
 def test_the_nearest_rows(n):
     x = np.random.default_rng(n).random(n)
-    got = _largest_of_nearest(x)
+    got = largest_of_nearest(x)
     for i in range(n):
         first = max(0, min(i - NEAREST // 2, n - NEAREST))
         assert got[i] == x[first : first + NEAREST].max()

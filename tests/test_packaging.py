@@ -43,7 +43,7 @@ def checkout(tmp_path_factory):
     """A copy of what is under version control: building leaves traces in the folder."""
     copy = tmp_path_factory.mktemp("checkout") / "copy"
     traces = shutil.ignore_patterns("__pycache__", "*.egg-info", "_build", "gallery")
-    for name in ("cupy_flash", "cuda_src", "tests", "docs", "examples"):
+    for name in ("cupy_flash", "cuda_src", "tests", "docs", "examples", "bench"):
         shutil.copytree(ROOT / name, copy / name, ignore=traces)
     for path in ROOT.iterdir():
         if path.is_file():
@@ -164,7 +164,8 @@ def test_source_archive_is_complete(checkout, tmp_path):
     run(sys.executable, "-c", build, tmp_path, cwd=checkout)
     (path,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as archive:
-        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+        sizes = {one.name.split("/", 1)[1]: one.size for one in archive if "/" in one.name}
+    names = set(sizes)
     folders, built = ("cuda_src", "tests", "examples", "docs"), {"__pycache__", "_build", "gallery"}
     wanted = {path.relative_to(ROOT).as_posix() for folder in folders
               for path in (ROOT / folder).rglob("*")
@@ -172,7 +173,12 @@ def test_source_archive_is_complete(checkout, tmp_path):
     wanted |= {"LICENSE", "README.md", "CHANGELOG.md", "setup.cfg", "pyproject.toml", "Makefile"}
     # Whoever has the archive alone can follow the links of the README.
     wanted |= set(re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text()))
+    wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "bench").rglob("*")
+               if path.suffix in (".py", ".md", ".jsonl") and path.name != "compare.jsonl"}
     assert wanted - names == set()
+    # Records are summaries: those of random problems were once 3 MB.
+    records = {name: size for name, size in sizes.items() if name.startswith("bench/results/")}
+    assert max(records.values()) < 600_000 and sum(records.values()) < 800_000, records
 
 
 def test_metadata_asks_for_no_cupy():

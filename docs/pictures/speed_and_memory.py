@@ -1,7 +1,8 @@
 """The two charts of the first page: how speed and memory grow with the length."""
 
-import charts
 import matplotlib.pyplot as plt
+
+from bench import charts
 
 lines = [one for one in charts.speed_records(family="16-bit", kind="bfloat16", width="128")
          if one["mask"] == "causal"]

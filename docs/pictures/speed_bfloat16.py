@@ -1,5 +1,5 @@
 """See `bench/charts.py`."""
 
-import charts
+from bench import charts
 
 charts.lengths("16-bit", "bfloat16")

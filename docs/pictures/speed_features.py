@@ -1,5 +1,5 @@
 """See `bench/charts.py`."""
 
-import charts
+from bench import charts
 
 charts.ratios("features")

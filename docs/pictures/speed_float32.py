@@ -1,6 +1,6 @@
 """See `bench/charts.py`."""
 
-import charts
+from bench import charts
 
 charts.lengths("science", "tf32x3", masks=("full",))
 charts.lengths("science", "tf32", masks=("full",))

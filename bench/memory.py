@@ -1,24 +1,38 @@
-"""Memory of the GPU path: its peak to the byte, offsets beyond 2^31, and what only O(N) can do."""
+"""Memory of the GPU path: its peak to the byte, offsets beyond 2^31, and what only O(N) can do.
+
+    python -m bench memory
+"""
 
 import time
+from pathlib import Path
 
 import cupy as cp
 import numpy as np
-from gpu_check import say
 
 import cupy_flash as cf
 from cupy_flash import device
 from cupy_flash.bind import Options, bind_backward, bind_forward
 from cupy_flash.plan import make_plan
 
+from . import RESULTS
+from .cells import Cell
+from .records import Results, say
+from .truth import answers
+
 GRAIN = 512         # CuPy's pool rounds each array up to this
 PASSES = {"forward": (bind_forward, cf.attention),
           "backward": (bind_backward, cf.attention_backward)}
 
 
-def memory(options, results):
+def arguments(parser):
+    """Of the command line."""
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_memory.jsonl",
+                        help="file for the JSON lines")
+
+
+def main(options):
     """All checks; 1 if one fails."""
-    wrong = 0
+    results, wrong = Results(options.out), 0
     for check in (peak, batch_offsets, row_offsets, large_batch, large_group, large_mask,
                   float64_long):
         start = time.perf_counter()
@@ -169,14 +183,10 @@ def float64_long():
         seconds = time.perf_counter() - start
     taken = pool.total_bytes()
     rows = cp.asarray(np.random.default_rng(0).integers(N, size=64))
-    S = d**-0.5 * (q[rows] @ k.T)
-    want_lse = cp.log(cp.exp(S).sum(axis=1))
-    P = cp.exp(S - want_lse[:, None])
-    dP = dout[rows] @ v.T
-    dS = P * (dP - (P * dP).sum(axis=1, keepdims=True))
-    errors = {name: float(cp.abs(a - b).max() / cp.abs(b).max()) for name, a, b in (
-        ("out", out[rows], P @ v), ("lse", lse[rows], want_lse),
-        ("dq", dq[rows], d**-0.5 * (dS @ k)))}
+    some = Cell("memory", "backward", "float64", 1, 1, 1, len(rows), N, d, d)
+    want = answers(some, q[rows][None], k, v, dout[rows][None], cp)
+    errors = {name: float(cp.abs(x[rows] - want[name][0]).max() / cp.abs(want[name]).max())
+              for name, x in (("out", out), ("lse", lse), ("dq", dq))}
     assert max(errors.values()) < 1e-11, f"errors {errors}"
     assert taken <= 6 * q.nbytes, f"{taken:,} bytes were taken"
     return {"N": N, "seconds": round(seconds, 2), "peak_bytes": int(taken), "errors": errors,

@@ -1,6 +1,6 @@
 """Interrupt the CPU path at random moments, and look for memory that it should not touch.
 
-    python bench/cpu_interrupts.py --count 1000
+    python -m bench interrupts --count 1000
 
 An interrupt is a signal whose handler raises, somewhere in a forward or backward pass, with or
 without buffers of the caller's own, on 1, 2 or 8 threads; half of the time a second one follows 0
@@ -8,19 +8,19 @@ to 50 ms after the first. Then the arrays of the call are dropped, fresh ones ar
 after a while every 7 must still be one. A process does `BATCH` of them; one that dies is counted.
 """
 
-import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from argparse import SUPPRESS
 
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from . import ROOT
+from .records import say
+
 BATCH = 20
 THREADS = (1, 2, 8)
 
@@ -113,8 +113,9 @@ def work(seed, count, threads):
 
 def run(seed, count, threads):
     """`work` in a process of its own; None if it died."""
-    command = [sys.executable, __file__, "--work", str(seed), str(count), str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "bench", "interrupts", "--work", *map(str, (seed, count,
+                                                                               threads))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
         print(f"{command}: exit {done.returncode}\n{done.stderr[-2000:]}", file=sys.stderr)
         return None
@@ -135,18 +136,19 @@ def survey(count, seed=0, batch=BATCH):
     return totals
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser):
+    """Of the command line."""
     parser.add_argument("--count", type=int, default=1000, help="calls to interrupt")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=int, nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    parser.add_argument("--work", type=int, nargs=3, help=SUPPRESS)
+
+
+def main(options):
+    """Say what came of all, or be one of the processes; 1 if anything was touched."""
     if options.work:
-        print(json.dumps(work(*options.work)))
-        return
-    print(", ".join(f"{name} {n:,}" for name, n in survey(options.count, options.seed).items()),
-          f"; {os.cpu_count()} processors", sep="")
-
-
-if __name__ == "__main__":
-    main()
+        say(json.dumps(work(*options.work)))
+        return 0
+    found = survey(options.count, options.seed)
+    say(", ".join(f"{name} {n:,}" for name, n in found.items()), f"; {os.cpu_count()} processors",
+        sep="")
+    return int(found["changed"] + found["died"] > 0)

@@ -1,23 +1,21 @@
-"""Times of calls that are queued on the stream of CuPy and torch, and what the GPU does meanwhile.
+"""Times of calls: queued on the stream of CuPy and torch, or one after the other on a CPU.
 
 A kernel that only waits holds the stream until all calls of a round are queued: no time of the host
-is in the result, however short the calls are.
+is in the result, however short the calls are. On a CPU a round has as many untimed calls before
+the timed ones: they outlast the threads that OpenMP of another process keeps spinning for
+milliseconds after its calls.
 """
 
-import gc
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-
-import cupy as cp
-import torch
-from speed_lines import reason
+from typing import Any
 
 MOST_CALLS = 400
 MOST_HELD = 100             # calls behind the waiting kernel: a stream takes about 1,000 launches
-FEWEST_ROUNDS = 5
 CYCLES_PER_MS = 2_500_000   # no GPU is faster, so the kernel waits at least as long as asked
 HOLD = r"""
 extern "C" __global__ void hold(long long cycles) {
@@ -25,6 +23,22 @@ extern "C" __global__ void hold(long long cycles) {
   while (clock64() - start < cycles) {}
 }
 """
+
+
+@dataclass
+class Side:
+    """One implementation at one cell.
+
+    call: number of the call -> its results, for the sets of inputs in turn.
+    tensors: results -> torch tensors (B, heads, N, width).
+    wait: waits for results on a stream of another library; None: they are on the common stream.
+    errors: of each result, see `truth.errors`.
+    """
+
+    call: Callable[[int], Any]
+    tensors: Callable[[Any], tuple] = tuple
+    wait: Callable[[Any], Any] | None = None
+    errors: dict | None = None
 
 
 @dataclass
@@ -36,40 +50,41 @@ class Pace:
     slow_host: bool = False
 
 
-class Clock:
-    """Times sides in turn, each on the one stream, round after round."""
+class HostClock:
+    """Times calls that return when they are done."""
 
-    def __init__(self, rounds, milliseconds):
-        streams = cp.cuda.get_current_stream().ptr, torch.cuda.current_stream().cuda_stream
-        if streams[0] != streams[1]:
-            raise SystemExit(f"CuPy and torch work on different streams, {streams}")
-        self._rounds, self._ms = max(FEWEST_ROUNDS, rounds), milliseconds
-        self._hold = cp.RawKernel(HOLD, "hold")
-        self._start, self._end = cp.cuda.Event(), cp.cuda.Event()
+    def __init__(self, milliseconds):
+        self._ms = milliseconds
 
-    def compare(self, sides):
-        """ms per call of each round, the sides' paces, and reasons of those that failed, by name.
+    def pace(self, side):
+        """How many calls make up a round, from how long one takes."""
+        self._by_host(side, 1)
+        return Pace(_calls(self._ms / self._by_host(side, 1), MOST_CALLS))
 
-        Every second round goes through the sides backwards, lest one always follows the same other.
-        """
-        paces, failed = {}, {}
-        for name, side in sides.items():
-            try:
-                paces[name] = self._pace(side)
-            except Exception as error:      # out of memory, say, once there are many calls
-                failed[name] = reason(error)
-        times = {name: [] for name in paces}
-        gc.collect()
-        gc.disable()
-        try:
-            for i in range(self._rounds):
-                for name in list(paces)[::-1 if i % 2 else 1]:
-                    times[name].append(self._round(sides[name], paces[name]))
-        finally:
-            gc.enable()
-        return times, paces, failed
+    def round(self, side, pace):
+        """ms per call."""
+        self._by_host(side, pace.calls)
+        return self._by_host(side, pace.calls)
 
-    def _pace(self, side):
+    def _by_host(self, side, calls):
+        """ms per call by the clock of the host."""
+        begin = time.perf_counter()
+        for i in range(calls):
+            side.call(i)
+        return 1e3 * (time.perf_counter() - begin) / calls
+
+
+class GpuClock:
+    """Times sides on the current stream."""
+
+    def __init__(self, milliseconds):
+        import cupy
+
+        self._ms, self._cuda = milliseconds, cupy.cuda
+        self._hold = cupy.RawKernel(HOLD, "hold")
+        self._start, self._end = cupy.cuda.Event(), cupy.cuda.Event()
+
+    def pace(self, side):
         """Look how long a call takes, on the GPU and on the host."""
         if side.wait:
             self._by_host(side, 1)
@@ -81,7 +96,7 @@ class Clock:
         calls = _calls(self._ms / taken, MOST_HELD if slow else MOST_CALLS)
         return Pace(calls, 0.5 + (1.5 * calls * host if slow else 0), slow)
 
-    def _round(self, side, pace):
+    def round(self, side, pace):
         """ms per call; held longer if the host was too slow to queue them all."""
         if side.wait:
             return self._by_host(side, pace.calls)
@@ -103,11 +118,11 @@ class Clock:
         held = not self._start.done
         self._end.record()
         self._end.synchronize()
-        return cp.cuda.get_elapsed_time(self._start, self._end) / calls, host / calls, held
+        return self._cuda.get_elapsed_time(self._start, self._end) / calls, host / calls, held
 
     def _by_host(self, side, calls):
         """ms per call of a library with streams of its own, queued likewise."""
-        torch.cuda.synchronize()
+        self._cuda.Device().synchronize()
         begin = time.perf_counter()
         for i in range(calls):
             result = side.call(i)
@@ -122,20 +137,14 @@ def _calls(wanted, most):
 class Monitor:
     """Clock, power and temperature of the GPU, asked of nvidia-smi ten times a second."""
 
-    FIELDS = ("clocks.sm", "power.draw", "temperature.gpu", "driver_version")
+    FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
     NAMES = ("sm_mhz", "watts", "celsius")
 
     def __enter__(self):
-        self._seen, self.driver = [], None
-        number = torch.cuda.get_device_properties(0).uuid
-        command = ["nvidia-smi", f"--id=GPU-{number}", f"--query-gpu={','.join(self.FIELDS)}",
-                   "--format=csv,noheader,nounits", "--loop-ms=100"]
-        try:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        except FileNotFoundError:
-            self._process = None
-            return self
-        threading.Thread(target=self._read, daemon=True).start()
+        self._seen = []
+        self._process = smi(f"--query-gpu={','.join(self.FIELDS)}", "--loop-ms=100")
+        if self._process:
+            threading.Thread(target=self._read, daemon=True).start()
         return self
 
     def __exit__(self, *_):
@@ -144,15 +153,25 @@ class Monitor:
 
     def _read(self):
         for line in self._process.stdout:
-            *numbers, driver = (word.strip() for word in line.split(","))
             try:
-                self._seen.append((time.perf_counter(), *map(float, numbers)))
+                self._seen.append((time.perf_counter(), *map(float, line.split(","))))
             except ValueError:          # "[N/A]", or words about what is wrong
                 continue
-            self.driver = driver
 
     def since(self, start):
         """[lowest, median, highest] of each since `start`; None where nothing was seen."""
         rows = [row[1:] for row in self._seen if row[0] >= start]
         return {name: [min(column), median(column), max(column)]
                 for name, column in zip(self.NAMES, zip(*rows, strict=True), strict=False)} or None
+
+
+def smi(*arguments):
+    """A process of nvidia-smi that looks at the first GPU of CuPy; None without the program."""
+    import cupy
+
+    place = cupy.cuda.runtime.deviceGetPCIBusId(0)
+    try:
+        return subprocess.Popen(["nvidia-smi", f"--id={place}", "--format=csv,noheader,nounits",
+                                 *arguments], stdout=subprocess.PIPE, text=True)
+    except FileNotFoundError:
+        return None

@@ -1,24 +1,44 @@
-"""Drawn problems on the GPU, against the CPU path with the GPU's roundings and against float64."""
+"""Random problems on the GPU, against the CPU path with the GPU's roundings and against float64.
 
+    python -m bench fuzz --count 2000
+    python -m bench fuzz --plain                    # those that kernels of one GPU serve
+    compute-sanitizer --tool memcheck python -m bench fuzz sanitize --kind tf32x3
+
+The record of a run is a line: of every kernel unit, how many problems it has had and which came
+farthest from the CPU path, in units of what is allowed; and one by one the problems outside the
+rules of exactness. A run goes on where an earlier one with the same seed and kernels has stopped.
+"""
+
+import json
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from itertools import product, repeat
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
-from answers import answers_to, floors, judge
-from cases import CASES, KINDS, Case, forms, inputs
-from gpu_check import say
-from gpu_compile import compile_one, units_of
-from numerics import DRAWS
-from speed_device import device_of
 
 import cupy_flash as cf
 from cupy_flash.bind import Options, describe
 from cupy_flash.options import ARRAYS
 from cupy_flash.plan import make_plan, tuned
+
+from . import RESULTS
+from .plans import compiling, device_of, units_of
+from .records import Results, provenance, say
+from .support import (
+    CASES,
+    DRAWS,
+    KINDS,
+    Case,
+    answers_to,
+    floors,
+    forms,
+    inputs,
+    judge,
+)
 
 # (d, d_v) as compiled; half of the true ones are drawn from the last 16 below. With two sets of
 # features and a dozen kernels these are fewer than 400 units.
@@ -124,29 +144,43 @@ def apart(case, got, on_cpu, floor, plain):
     return float(difference / (allowed * size + floor)) if difference else 0.0
 
 
-def compile(options, results):
-    """Compile every unit that `random` needs, in parallel processes."""
-    units = needed(options)
-    say(f"{len(units)} units")
-    start = time.perf_counter()
-    with ProcessPoolExecutor(min(options.jobs, 16), get_context("spawn")) as pool:
-        for done, _ in enumerate(pool.map(compile_one, units, chunksize=2), 1):
-            if done % 50 == 0 or done == len(units):
-                say(f"{done}/{len(units)} compiled, {time.perf_counter() - start:.0f} s")
-    return 0
+def arguments(parser):
+    """Of the command line."""
+    parser.add_argument("part", nargs="?", default="random", choices=("random", "sanitize"))
+    parser.add_argument("--count", type=int, default=2000, help="problems")
+    # Problems of seed 0 were drawn in another way.
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--plain", action="store_true",
+                        help="in 16 bits, of usual head dims, without mask and bias")
+    parser.add_argument("--kind", default="bfloat16", choices=KINDS, help="of `sanitize`")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seconds", type=float, default=500, help="stop after so long")
+    parser.add_argument("--out", type=Path, help="file of the records")
+
+
+def main(options):
+    """Do a part; 1 if anything is wrong."""
+    out = options.out or RESULTS / f"gpu_{options.part}.jsonl"
+    return {"random": random, "sanitize": sanitize}[options.part](options, out)
 
 
 def needed(options):
-    """(name, text) of the units of all problems of a run."""
-    from cupy_flash import device
-
-    where, units = device.gpu(0), {}
+    """(name, text, target) of the units of all problems of a run."""
+    found = {}
     for index in range(options.count):
         x = inputs(draw(options.seed, index, options.plain)[0])
-        problem = describe(x.q, x.k, x.v, Options(**x.options))
-        for direction in ("forward", "backward"):
-            units |= dict.fromkeys(units_of(make_plan(direction, problem, where)))
-    return list(units)
+        for units in units_of_case(x).values():
+            found |= dict.fromkeys(units)
+    return list(found)
+
+
+def units_of_case(x):
+    """The units of both passes of `Inputs`."""
+    from cupy_flash import device
+
+    problem = describe(x.q, x.k, x.v, Options(**x.options))
+    return {direction: units_of(make_plan(direction, problem, device.gpu(0)))
+            for direction in ("forward", "backward")}
 
 
 def compile_on_cpu(entry, dtype):
@@ -158,49 +192,89 @@ def compile_on_cpu(entry, dtype):
     cpu.KERNELS[entry](np.zeros(1, struct), np.zeros(1 << 16, dtype), np.zeros(1, np.int64))
 
 
-def random(options, results):
-    """The drawn problems that are not yet in the file; 1 if any result is wrong."""
-    units = len(needed(options))
-    if units > 400:
-        raise SystemExit(f"{units} units are more than 400")
+class Run:
+    """The record of a run, in a file with those of others."""
+
+    def __init__(self, path, seed, plain):
+        here, keys = provenance("gpu"), ("seed", "plain", "cuda_src")
+        self.fields = {"seed": seed, "plain": plain, "next": 0, "faults": [], "units": {}, **here}
+        self._path, self._others = path, []
+        for line in Results(path).lines():
+            if all(line[key] == self.fields[key] for key in keys):
+                self.fields = line | here
+            else:
+                self._others.append(line)
+
+    def add(self, found):
+        """What `check` says of the next problem."""
+        self.fields["next"] = found["index"] + 1
+        if found["fault"]:
+            self.fields["faults"].append({name: found[name] for name in ("index", "case", "fault")})
+        for direction, names in found["units"].items():
+            ratios = {name: x for name, x in found["apart"].items()
+                      if (name in ("out", "lse")) == (direction == "forward")}
+            for name in names:
+                worst_of(self.fields["units"].setdefault(name, {"problems": 0, "worst": -1.0}),
+                         ratios, found)
+
+    def write(self):
+        """Write the file anew, this run last."""
+        text = "".join(json.dumps(line) + "\n" for line in (*self._others, self.fields))
+        Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+        Path(self._path).write_text(text)
+
+
+def worst_of(unit, ratios, found):
+    """Count a problem of a unit, and keep it if it is the worst."""
+    unit["problems"] += 1
+    result = max(ratios, key=ratios.get, default=None)
+    if result and ratios[result] > unit["worst"]:
+        unit |= {"worst": ratios[result], "result": result, "index": found["index"],
+                 "case": found["case"]}
+
+
+def random(options, path):
+    """The problems that are not yet in the record; 1 if any result is wrong."""
+    start, units = time.perf_counter(), needed(options)
     run_of = {"seed": options.seed, "plain": options.plain}
-    seen = {line["index"] for line in results.lines() if run_of.items() <= line.items()}
-    todo = [i for i in range(options.count) if i not in seen]
-    say(f"{len(todo)} of {options.count} problems, {units} units")
-    start = time.perf_counter()
+    record = Run(path, **run_of)
+    todo = range(record.fields["next"], options.count)
+    say(f"{len(todo)} of {options.count} problems, {len(units)} units")
+    with compiling(units, options.jobs):
+        pass
     for library in ("NUMBA", "OMP", "OPENBLAS"):        # the processes below are enough
         os.environ[f"{library}_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         entries = ("forward", "backward", "dbias", "dsink", "combine", "reduce_chunks")
         list(pool.map(compile_on_cpu, *zip(*product(entries, ("float32", "float64")), strict=True)))
-        say(f"kernels of the CPU path compiled, {time.perf_counter() - start:.0f} s")
+        say(f"kernels compiled, {time.perf_counter() - start:.0f} s")
         for first in range(0, len(todo), 200):
             if time.perf_counter() - start > options.seconds:
                 say("the time is used up; run it again to go on")
                 break
             part = todo[first:first + 200]
             for found, said in pool.map(check, repeat(run_of), part, chunksize=4):
-                results.add(**found)
+                record.add(found)
                 for words in said:
                     say(words)
+            record.write()
             say(f"{first + len(part)}/{len(todo)}, {time.perf_counter() - start:.0f} s")
-    lines = [line for line in results.lines() if run_of.items() <= line.items()]
-    bad = [line for line in lines if line["fault"]]
-    far = [line for line in lines if max(line["apart"].values(), default=0) > 1]
-    say(f"{len(lines)} problems, {len(bad)} outside the rule, {len(far)} farther from the CPU path "
-        "than expected")
-    return 1 if bad else 0
+    fields = record.fields
+    far = [name for name, unit in fields["units"].items() if unit["worst"] > 1]
+    say(f"{fields['next']} problems, {len(fields['faults'])} outside the rule; {len(far)} of "
+        f"{len(fields['units'])} units were once farther from the CPU path than expected")
+    return 1 if fields["faults"] else 0
 
 
 def check(run_of, index):
-    """Run one problem on CPU and GPU; the fields of its line, and what is to be said of it."""
+    """Run one problem on CPU and GPU; what a `Run` adds, and what is to be said of it."""
     import cupy
 
     case, wide = draw(index=index, **run_of)
-    kind, fault, ratios, said = kind_of(case), None, {}, []
+    x, fault, ratios, said = inputs(case), None, {}, []
     try:
         answers, floor, on_cpu = expected(case, wide)
-        got = run(inputs(case), wide, cupy.asarray, cupy.asnumpy)
+        got = run(x, wide, cupy.asarray, cupy.asnumpy)
         judge(case.id, got, *answers, floor, DRAWS)
         ratios = {name: round(apart(case, a, on_cpu[name], getattr(floor, name),
                                     run_of["plain"]), 4)
@@ -213,11 +287,12 @@ def check(run_of, index):
         said.append(f"WRONG {case}: {fault}")
     changed = {name: value for name, value in asdict(case).items()
                if value != getattr(Case("x"), name) and name != "label"}
-    return {**run_of, "index": index, "kind": kind, "wide": wide, "case": changed, "fault": fault,
-            "apart": ratios}, said
+    units = {direction: [name for name, *_ in found]
+             for direction, found in units_of_case(x).items()}
+    return {"index": index, "units": units, "case": changed, "fault": fault, "apart": ratios}, said
 
 
-def sanitize(options, results):
+def sanitize(options, path):
     """A small problem for every kernel of a kind, judged; to be run under compute-sanitizer."""
     import cupy
 
@@ -242,5 +317,5 @@ def sanitize(options, results):
             wrong += 1
             say(f"WRONG {error}")
         say(f"{case.id}{' portable' * portable}{' deterministic' * deterministic}")
-    results.add(kind=options.kind, cases=len(runs), wrong=wrong)
+    Results(path).add(kind=options.kind, cases=len(runs), wrong=wrong)
     return 1 if wrong else 0
