@@ -91,7 +91,7 @@ def changed_since(commit, folder):
 
 def on_record():
     """What was timed beside other implementations: devices, head dims and masks."""
-    from charts import speed_records
+    from bench.charts import speed_records
 
     lines, cpu = speed_records(), records("cpu.jsonl")
     widths = sorted({one["width"] for one in lines}, key=lambda width: int(width.split("v")[0]))
