@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from argparse import SUPPRESS
+from dataclasses import replace
 
 import numpy as np
 
@@ -101,7 +102,8 @@ def work(seed, count, threads):
     """A process: what came of `count` interrupted calls."""
     from cupy_flash import device
 
-    device.cpu = lambda: device.Device("cpu", threads)
+    cpu = replace(device.cpu(), threads=threads)
+    device.cpu = lambda: cpu
     rng, changed = np.random.default_rng(seed), 0
     for backward in (False, True):
         call(rng, 300, 2, backward, False), call(rng, 700, 1, backward, False)   # compiled

@@ -112,7 +112,7 @@ def test_forward_keeps_threads_as_busy_as_before(threads):
 
 def former_workspace(heads, tiles, keys, threads):
     """Bytes of both passes' workspace, as they were for so many threads."""
-    problem, config = problem_of(heads, tiles * TILE, keys * TILE), CpuConfig(Bc=TILE)
+    problem, config = problem_of(heads, tiles * TILE, keys * TILE), CpuConfig(Br=TILE, Bc=TILE)
     slab = planner.forward_slab(problem, config)
     parts = (former_parts(heads * tiles, threads, max(1, problem.Nk // SPLIT_KEYS))
              if heads * tiles < 4 * threads else 1)

@@ -23,14 +23,17 @@ SHARED_CACHE = cache.cache_folder().parents[1]      # kernels that other tests c
 
 # A problem for which all threads are called, in forward and backward.
 PRELUDE = """
-    import os, signal, sys, threading, time
+    import dataclasses, os, signal, sys, threading, time
     import numpy as np
     import cupy_flash as cf
     from cupy_flash import device
     x = np.random.default_rng(0).standard_normal((1, 3, 400, 64), dtype=np.float32)
 
+    cpu = device.cpu()
+
     def use(threads):
-        device.cpu = lambda: device.Device("cpu", threads)
+        chosen = dataclasses.replace(cpu, threads=threads)
+        device.cpu = lambda: chosen
 
     def bits():
         out, pullback = cf.attention_vjp(x, x, x)
