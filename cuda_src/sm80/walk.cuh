@@ -219,8 +219,9 @@ struct Walk {
     rows.b = own.head / p.heads_k;
     rows.head0 = own.head % p.heads_k * p.group;
     t.rows[stage * Config::Br + r] = open_gradient_row<Config, A>(p, rows, r, seen);
-    const bool writes = Config::dbias && rows.row0 + r < p.group * p.Nq;
-    t.dbias[stage * Config::Br + r] = writes ? rows.address(p.dbias, r) : 0;
+    const bool writes = has_dbias<Config>() && rows.row0 + r < p.group * p.Nq;
+    t.dbias[stage * Config::Br + r] =
+        writes ? dbias_of_row<Config>(p, rows, r, own.key0 / Config::Bc) : dbias_of_none<Config>(p);
   }
 
   // Waits for what the thread itself has copied, and rounds it where the kind asks for it.
