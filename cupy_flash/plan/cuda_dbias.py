@@ -4,7 +4,7 @@ has the other half. What it leaves is computed by dbias_wmma, which makes all sc
 from math import ceil
 
 from .kernel import FRAGMENT
-from .types import Buffer, CudaConfig
+from .types import LAZY, Buffer, CudaConfig
 
 # The kernel's constant `dbias`; 0: it does nothing for dbias.
 STORED, ADDED, OVER_ROWS, OVER_KEYS = 1, 2, 3, 4
@@ -88,7 +88,7 @@ def sum_launch(problem, main):
     how = known["dbias"]
     kept = {ADDED: ("dbias",), OVER_ROWS: ("dbias", "parts"), OVER_KEYS: ("dbias", "key_sums")}[how]
     config = CudaConfig(p.dtype, p.precision, FRAGMENT, FRAGMENT, FRAGMENT, FRAGMENT, WARPS, (),
-                        constants=tuple((name, known[name]) for name in kept))
+                        LAZY, tuple((name, known[name]) for name in kept))
     threads = 32 * WARPS
     batch, heads, rows, keys = p.bias_shape
     if how == ADDED:
