@@ -38,7 +38,7 @@ def main(missing):
 
 
 def fused_backward(missing, flags):
-    """Its forms: two roles and one, one stage and two, rows of whole 16-byte copies and not; and the
+    """Its forms: two roles and one, one stage and two, rows of whole 16-byte copies and not; the
     ways in which it sums dbias."""
     for dtype, d, d_v, tile in (("bfloat16", 24, 40, (32, 32, 4, 2, 1, 2)),
                                 ("float16", 21, 35, (32, 32, 4, 1, 2, 2)),
