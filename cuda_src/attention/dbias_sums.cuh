@@ -26,14 +26,18 @@ template <typename Config>
 CF_HOST_DEVICE constexpr bool dbias_is(int sum) {
   return DbiasOf<Config>::sum() == sum;
 }
-// Whether there is a dbias here at all, and whether terms of it are summed.
 template <typename Config>
 CF_HOST_DEVICE constexpr bool has_dbias() {
   return DbiasOf<Config>::sum() != 0;
 }
+// Whether terms of it are summed, and whether blocks add to the same sums in memory.
 template <typename Config>
 CF_HOST_DEVICE constexpr bool sums_dbias() {
   return DbiasOf<Config>::sum() > STORED;
+}
+template <typename Config>
+CF_HOST_DEVICE constexpr bool adds_dbias() {
+  return dbias_is<Config>(ADDED) || dbias_is<Config>(OVER_KEYS);
 }
 
 // The type of the sums. Those of ADDED are as many as there are elements, and may be dbias itself;
@@ -57,7 +61,7 @@ struct AddedLines {
 
   CF_DEVICE explicit AddedLines(const BackwardParams& p)
       : address(p.dbias_sums != 0 ? p.dbias_sums : p.dbias.address),
-        pitch(p.dbias_sums != 0 ? ceil_div(p.Nk, int64(8)) * 8 : p.Nk) {}
+        pitch(p.dbias_sums != 0 ? (p.Nk + 7) & ~int64(7) : p.Nk) {}
   CF_DEVICE int64 line(const BackwardParams& p, int64 b, int64 head, int64 query) const {
     const int64 of_head = (p.batch_bias == 1 ? 0 : b) * p.heads_bias
                           + (p.heads_bias == 1 ? 0 : head);
@@ -71,36 +75,24 @@ CF_DEVICE uint64 key_sums_address(const BackwardParams& p, int64 split, int64 he
   return sums_of<double>(p, p.dbias_sums, Config::parts, split, head) + part * p.Nk * 8;
 }
 
-// OVER_KEYS: [key_sums, batch, heads_q, Nq]. Tiles of keys take turns in adding to key_sums sums.
+// OVER_KEYS: [key_sums, batch, heads_q, Nq]. Tiles of keys take turns in adding to those of a row.
 CF_DEVICE uint64 row_sums_address(const BackwardParams& p, int64 turn, int64 b, int64 head,
                                   int64 query) {
   const int64 first = turn * p.batch * p.heads_q * p.Nq;
   return p.dbias_sums + (first + row_index(p, b, head, query)) * int64(sizeof(double));
 }
 
-// Where the dS of row r, or its sum, goes; tile: of the block's keys.
+// Where the dS of row r, or its sum, is added; tile: of the block's keys.
 template <typename Config>
-CF_DEVICE uint64 dbias_of_row(const BackwardParams& p, const Rows& rows, int r, int64 tile) {
-  if constexpr (dbias_is<Config>(STORED)) {
-    return rows.address(p.dbias, r);
-  } else if constexpr (has_dbias<Config>() && !dbias_is<Config>(OVER_ROWS)) {
-    const int64 head = rows.head0 + rows.packed.head(r), query = rows.packed.query(r);
-    if constexpr (dbias_is<Config>(OVER_KEYS)) {
-      return row_sums_address(p, tile % Config::key_sums, rows.b, head, query);
-    }
+CF_DEVICE uint64 dbias_sums_of_row(const BackwardParams& p, const Rows& rows, int r, int64 tile) {
+  const int64 head = rows.head0 + rows.packed.head(r), query = rows.packed.query(r);
+  if constexpr (dbias_is<Config>(OVER_KEYS)) {
+    return row_sums_address(p, tile % Config::key_sums, rows.b, head, query);
+  } else {
     const AddedLines sums(p);
     return sums.address
            + sums.line(p, rows.b, head, query) * sums.pitch * int64(sizeof(dbias_sum_t<Config>));
-  } else {
-    return 0;
   }
-}
-
-// Where the 0 of a row goes that there is not; 0: nowhere.
-template <typename Config>
-CF_DEVICE uint64 dbias_of_none(const BackwardParams& p) {
-  if constexpr (dbias_is<Config>(ADDED)) return AddedLines(p).address;
-  return dbias_is<Config>(OVER_KEYS) ? p.dbias_sums : 0;
 }
 
 // sums = 0 before blocks add to them; each task has a part.

@@ -91,7 +91,7 @@ CF_DEVICE void backward_preprocess(const BackwardParams& p) {
     for (int i = int(threadIdx.x); i < chunks; i += BackwardPreprocessTraits<Config>::threads) {
       at<Chunk>(sums + 16 * i) = Chunk{};
     }
-    if constexpr (has_dbias<Config>()) {
+    if constexpr (adds_dbias<Config>()) {
       clear_dbias_sums<Config>(p, task, BackwardPreprocessTraits<Config>::threads);
     }
     prepare_rows<Config>(p, rows, state_address<A>(p, head, tile, Config::Br));

@@ -109,7 +109,7 @@ def plan_backward(problem, device, tuning):
     fused, dbias = offer.around is not None, dict(main.config.constants).get("dbias")
     around = offer.around or cuda_backward_sm80.around(main.config)
     launches, workspace = _normalise(p, device, tuning)
-    before = replace(around, constants=cuda_dbias.cleared(p, dbias))
+    before = replace(around, constants=cuda_dbias.cleared(main))
     launches.append(_around("backward_preprocess", p, before, "lse and delta of each row"))
     rows = _tiles_of_rows(p, around) * around.Br
     workspace.append(Buffer("state", 2 * rows, p.accumulator))

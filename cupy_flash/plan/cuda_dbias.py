@@ -14,10 +14,10 @@ REASONS = {
     OVER_ROWS: "sums dbias over its rows",
     OVER_KEYS: "sums dbias over its keys",
 }
-# Sums over keys are float64. A row needs one of narrower types; of float64 eight, to which tiles of
-# keys add in turns, so that their roundings average out. Of 2^16 terms of one sign, 16 at a time,
-# they are off by one unit (a standard deviation), as are those of dbias_wmma.
-KEY_SUMS = {"float64": 8}
+# Sums of a row over keys, in float64, to which tiles of keys add in turns: fewer blocks add to one
+# at a time. For narrower types they are as good as exact. Those of float64 over 2^16 terms of one
+# sign, 16 added at a time, are off by one unit (a standard deviation), as are those of dbias_wmma.
+KEY_SUMS = 8
 MOST_KEYS = {"float64": 2**16}
 # ADDED adds one dS after the other. Over batch and heads any other program does so, too. Over rows
 # others add up tiles first: so up to the length at which a sum is off by a few units.
@@ -52,18 +52,15 @@ def sum_of(problem):
 def constants(problem):
     """Those of backward_sm80."""
     how, _ = sum_of(problem)
-    return ("dbias", how), *(_key_sums(problem) if how == OVER_KEYS else ())
+    return ("dbias", how), *((("key_sums", KEY_SUMS),) if how == OVER_KEYS else ())
 
 
-def cleared(problem, how):
-    """Those of `backward_preprocess`: it clears sums that blocks then add to."""
-    if how == ADDED:
-        return (("dbias", how),)
-    return (("dbias", how), *_key_sums(problem)) if how == OVER_KEYS else ()
-
-
-def _key_sums(problem):
-    return (("key_sums", KEY_SUMS.get(problem.dtype, 1)),)
+def cleared(main):
+    """Those of `backward_preprocess` before a launch: it clears sums that blocks then add to."""
+    known = dict(main.config.constants)
+    if known.get("dbias") not in (ADDED, OVER_KEYS):
+        return ()
+    return tuple((name, known[name]) for name in ("dbias", "key_sums") if name in known)
 
 
 def buffers(problem, main):
@@ -76,7 +73,7 @@ def buffers(problem, main):
     extent, dtype = {
         ADDED: (batch * heads * rows * ceil(p.Nk / SECTOR) * SECTOR, p.accumulator),
         OVER_ROWS: (main.splits * p.batch * p.heads_k * known["parts"] * p.Nk, "float64"),
-        OVER_KEYS: (known.get("key_sums", 1) * p.batch * p.heads_q * p.Nq, "float64"),
+        OVER_KEYS: (KEY_SUMS * p.batch * p.heads_q * p.Nq, "float64"),
     }[how]
     return [Buffer("dbias_sums", extent, dtype)]
 
