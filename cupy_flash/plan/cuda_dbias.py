@@ -84,7 +84,7 @@ def sum_launch(problem, main):
     p, known = problem, dict(main.config.constants)
     how = known["dbias"]
     kept = {ADDED: ("dbias",), OVER_ROWS: ("dbias", "parts"), OVER_KEYS: ("dbias", "key_sums")}[how]
-    config = CudaConfig(p.dtype, p.precision, FRAGMENT, FRAGMENT, FRAGMENT, FRAGMENT, WARPS, (),
+    config = CudaConfig(p.accumulator, None, FRAGMENT, FRAGMENT, FRAGMENT, FRAGMENT, WARPS, (),
                         LAZY, tuple((name, known[name]) for name in kept))
     threads = 32 * WARPS
     batch, heads, rows, keys = p.bias_shape
