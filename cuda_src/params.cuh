@@ -55,6 +55,7 @@ struct BackwardParams : Params {
   int64 row_splits, split_rows;      // split s has the packed rows s * split_rows ...
   uint64 dk_sums, dv_sums;           // [row_splits, batch, heads_k, Nk, d or d_v]
   uint64 normalisers;                // [batch, heads_q, Nq, 2], see gradient.cuh, or absent
+  uint64 dbias_sums;                 // see attention/dbias_sums.cuh, or absent
 };
 
 }  // namespace cf

@@ -190,7 +190,8 @@ def attention_backward(dout, q, k, v, out, lse, *unnamed, dlse=None, determinist
         Gradient of `lse`, in its dtype.
     deterministic : bool
         Bitwise equal from run to run. The CPU path always is, whatever the number of threads; on a
-        GPU dq may otherwise differ in the last bits, and this takes longer.
+        GPU dq and dbias of a broadcast bias may otherwise differ in the last bits, and this takes
+        longer.
     grad_dtype : dtype, optional
         Of all gradients but dsink: None (each in its operand's dtype) or float32 (float64 for
         float64).

@@ -97,7 +97,7 @@ def check(launches, direction, problem, arrays):
         assert (grid, block, shared) == ((one.tasks,), (one.threads,), one.smem_bytes)
         names = ("out_partial", "lse_partial", "l_partial")
         if direction == "backward":
-            names = ("state", "dq_sums", "dk_sums", "dv_sums", "normalisers")
+            names = ("state", "dq_sums", "dk_sums", "dv_sums", "normalisers", "dbias_sums")
         addresses = {name: struct[name] for name in names}
         assert struct == params.pack(plan, one, four_axes(problem, arrays), addresses)[0]
         wanted = {buffer.name for buffer in plan.workspace}

@@ -26,6 +26,9 @@ CASES = {
     "gqa-causal": {"Hq": 4, "causal": True},
     "window-lens": {"B": 2, "window": (90, 70), "q_lens": (230, 77), "kv_lens": (90, 41)},
     "own-dbias": {"bias": "bhqk", "causal": True, "q_offset": -60},
+    "added-dbias": {"bias": "11qk", "causal": True},
+    "dbias-over-rows": {"bias": "b11k", "B": 2, "Hq": 4, "q_lens": (250, 70)},
+    "dbias-over-keys": {"bias": "1hq1"},
     "broadcast-dbias": {"bias": "1h1k", "softcap": 9.0, "mask": "dense"},
     "no-rows": {"q_lens": (0,)},
 }

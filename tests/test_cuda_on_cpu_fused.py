@@ -133,44 +133,6 @@ def test_scores_are_those_of_forward(kind, d):
             assert np.abs(difference).max() <= rounding * np.abs(x.dout.astype(np.float64)).max()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("axes", ["bhqk", "1hqk", "b1qk", "bhq1"])
-@pytest.mark.parametrize("case", [
-    {}, {"causal": True, "q_offset": -40}, {"window": (9, 4), "mask": "dense"},
-    {"q_lens": (70, 13), "kv_lens": (20, 66), "Hq": 4}, {"softcap": 9.0},
-], ids=str)
-def test_dbias(case, axes, kind):
-    """Written by the kernel where each score has an element, in rows and keys that see nothing too;
-    otherwise, or behind a softcap, by `dbias`."""
-    dtype, precision = KINDS[kind]
-    x = inputs(Case("dbias", **{"Nq": 75, "Nk": 69, "B": 2, "Hq": 2, "Hk": 2, "d": 20, "d_v": 36}
-                    | case, bias=axes, dtype=dtype, precision=precision))
-    out, lse, *want = on_cpu(x)
-    gpu = Fibers(fused=small_tile(x, kind))
-    got = gpu.backward(x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse, grad_dtype=wide(x),
-                       **x.options)
-    assert ("dbias_wmma" in gpu.barriers) == (axes != "bhqk" or "softcap" in case)
-    assert_same("dbias", kind, (out, lse, *got), (out, lse, *want))
-
-
-@pytest.mark.parametrize("kind, bias", [
-    ("bfloat16", "float16"), ("float16", "bfloat16"), ("float16", "float32"),
-    ("tf32", "bfloat16"), ("tf32x3", "float16"), ("float64", "float16"), ("float64", "bfloat16"),
-    ("float64", "float32")])
-def test_bias_and_dbias_of_another_dtype(kind, bias):
-    dtype, precision = KINDS[kind]
-    x = inputs(Case("bias", Nq=45, Nk=69, B=1, Hq=2, Hk=1, d=20, d_v=36, bias="bhqk",
-                    bias_dtype=bias, dtype=dtype, precision=precision))
-    out, lse, *want = on_cpu(x)
-    got = Fibers(fused=small_tile(x, kind)).backward(x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse,
-                                                     **x.options)
-    assert got[3].dtype == x.options["bias"].dtype
-    exact = run_all(x, small_tile(x, kind), out, lse)
-    assert_bit_equal("dbias", got[3], exact[3].astype(bias))
-    assert_same("dbias", kind, (out, lse, *exact[:4]),
-                (out, lse, *exact[:3], want[3]))
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_wide_gradients_come_in(dtype):
     """dout and out in float32 that hold 16-bit numbers are those numbers."""

@@ -98,6 +98,8 @@ class Form(NamedTuple):
         x = problem(**self.case)
         fibers = Watched(grid=1, **self.options, **options)
         fibers.only = {self.entry, "normalise", "backward_preprocess"}
+        if self.entry == "dbias_sum":
+            fibers.only.add("backward_sm80")
         try:
             if "forward" in self.entry:
                 results = fibers.forward(x.q, x.k, x.v, **x.options)
@@ -173,6 +175,11 @@ FORMS = {
     "features, parts": fused("float16", 32, 32, 4, 1, 2, 1, **FEATURES),
     "features, TF32, a stage": fused("tf32", 32, 32, 2, 1, 1, 1, **FEATURES),
     "features, float64": fused("float64", 32, 32, 4, 1, 2, 1, **FEATURES),
+    "dbias added": fused("bfloat16", 32, 32, 2, 1, 1, 2, bias="11qk"),
+    "dbias over rows, parts": fused("float16", 32, 32, 4, 1, 2, 1, bias="111k"),
+    "dbias over rows, float64": fused("float64", 32, 32, 4, 1, 2, 1, bias="b11k"),
+    "dbias over keys": fused("tf32", 32, 32, 2, 1, 1, 1, bias="1hq1"),
+    "sums of dbias": fused("tf32", 32, 32, 2, 1, 1, 1, bias="1h11")._replace(entry="dbias_sum"),
     "forward_wmma": general("forward_wmma"),
     "dkdv": general("dkdv_wmma"),
     "dq": general("dq_wmma"),

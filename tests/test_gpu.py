@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from answers import answers_to, floors, judge
-from cases import CASES, Case, inputs
+from cases import CASES, KINDS, Case, inputs
 from numerics import eps
 
 import cupy_flash as cf
@@ -258,3 +258,18 @@ def test_wrt_changes_no_bit_of_what_is_asked_for(cp, dtype, d, deterministic):
                 assert (one is None) == (name not in wrt)
                 if one is not None and (deterministic or name != "q"):
                     assert one.tobytes() == other.tobytes(), (name, wrt, bias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axes", ["11qk", "1hqk", "b11k", "111k", "1h1k", "1hq1", "1h11", "1111"])
+def test_dbias_of_a_broadcast_bias(cp, axes, kind):
+    """Added by many blocks at a time, and the sums of queries always in the same order."""
+    dtype, precision = KINDS[kind]
+    x = inputs(Case("dbias", Nq=700, Nk=901, B=2, Hq=4, Hk=2, bias=axes, causal=True, dtype=dtype,
+                    precision=precision))
+    y = on_gpu(cp, x)
+    assert "dbias_wmma" not in cf.explain(y.q, y.k, y.v, **y.options)
+    first, second = (both(y) for _ in range(2))
+    varies = ["dq", "dbias"] if axes in ("11qk", "1hqk", "1h1k", "1hq1", "1h11") else ["dq"]
+    assert_same_arrays(second, first, varies)
+    judge(f"{axes} {kind}", {name: a.get() for name, a in first.items()}, *answers_to(x))

@@ -210,17 +210,6 @@ def test_the_fused_backward_sums_dq_in_workspace():
         "state": (2 * rows, "float32"), "dq_sums": (rows * fused.config.d, "float32")}
 
 
-def test_the_fused_backward_writes_dbias_where_each_score_has_an_element():
-    whole = {"bias_shape": (2, 4, 1000, 3000), "dbias_dtype": "float16"}
-    plan = make_plan("backward", problem(**whole), H200)
-    assert [x.entry for x in plan.launches] == ["normalise", *FUSED]
-    for change in ({"softcap": 2.0}, {"bias_shape": (1, 4, 1000, 3000)},
-                   {"bias_shape": (2, 4, 1, 3000)}):
-        plan = make_plan("backward", problem(**whole | change), H200)
-        assert [x.entry for x in plan.launches] == ["normalise", *FUSED, "dbias_wmma"]
-        assert {b.name for b in plan.workspace} == {"normalisers", "state", "dq_sums"}
-
-
 @pytest.mark.parametrize("features", [False, True])
 @pytest.mark.parametrize("kib", [99, 163, 227])
 @pytest.mark.parametrize("dtype, precision", DTYPES)

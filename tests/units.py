@@ -12,6 +12,7 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,8 +33,13 @@ KINDS = (("bfloat16", None), ("float16", None), ("float32", "tf32x3"), ("float32
          ("float64", None))
 # Two kinds of a line share tiles: in a test one of them stands for both.
 TWINS = {"float16": "bfloat16", "tf32": "tf32x3"}
+# Plain, with all options, and what only a fixed order of sums leads to.
+OPTIONS = ({}, {"bias_shape": (1, 1, 1, 1), "softcap": 5.0, "has_mask": True, "has_alibi": True},
+           {"deterministic": True})
+# A bias by itself for each way in which the fused backward kernel sums its gradient.
+SUMS_OF_DBIAS = tuple({"bias_shape": shape}
+                      for shape in ((1, 1, 64, 65536), (1, 1, 1, 65536), (1, 1, 64, 1)))
 # Head dims (d, d_v), widest first, so that a row is compiled for the widest heads that it serves.
-BIAS = 1, 1, 64, 1          # its shape, of which dbias is not that of the scores
 WIDTHS = ((256, 256), (192, 192), (128, 128), (96, 96), (64, 64), (16, 16))
 
 
@@ -56,26 +62,29 @@ def device(arch):
     return GpuDevice(0, f"a GPU of sm_{arch}", arch, 132, SMEM[arch] * 1024)
 
 
-@cache
 def all_units(arch):
     """Each row that the planner can choose on an architecture, options off and on, each kind."""
-    found = {}
+    return units_with(arch, False) | units_with(arch, True)
+
+
+@cache
+def units_with(arch, sums_dbias):
+    """The rows of either kind of options; of those that sum dbias, kernels with a part in that."""
+    found, options = {}, SUMS_OF_DBIAS if sums_dbias else OPTIONS
     for dtype, precision in KINDS:
-        for d, d_v in WIDTHS:
-            # Plain, with all options, and what only a fixed order of sums leads to.
-            for options, deterministic in ((False, False), (True, False), (False, True)):
-                problem = problem_of(
-                    batch=1, heads_q=1, heads_k=1, Nq=64, Nk=65536, d=d, d_v=d_v, dtype=dtype,
-                    out_dtype=dtype, precision=precision, scale=1.0, softcap=5.0 * options,
-                    mask=Mask(), bias_shape=BIAS if options else None, has_mask=options,
-                    has_alibi=options, deterministic=deterministic)
-                for direction in ("forward", "backward"):
-                    for launch in make_plan(direction, problem, device(arch)).launches:
-                        c = launch.config
-                        row = (launch.entry, c.element, c.precision, c.Br, c.Bc, c.warps,
-                               c.options, c.constants)
-                        name, text = unit(launch.entry, c, launch.smem_bytes)
-                        found.setdefault(row, Unit(arch, launch.entry, name, text))
+        for (d, d_v), chosen, direction in product(WIDTHS, options, ("forward", "backward")):
+            problem = problem_of(**{
+                "batch": 2, "heads_q": 1, "heads_k": 1, "Nq": 64, "Nk": 65536, "d": d, "d_v": d_v,
+                "dtype": dtype, "out_dtype": dtype, "precision": precision, "scale": 1.0,
+                "softcap": 0.0, "mask": Mask(), **chosen})
+            for launch in make_plan(direction, problem, device(arch)).launches:
+                c = launch.config
+                if sums_dbias and not dict(c.constants).get("dbias"):
+                    continue
+                row = (launch.entry, c.element, c.precision, c.Br, c.Bc, c.warps, c.options,
+                       c.constants)
+                name, text = unit(launch.entry, c, launch.smem_bytes)
+                found.setdefault(row, Unit(arch, launch.entry, name, text))
     return found
 
 
@@ -86,8 +95,8 @@ def sample():
     architecture gets each kernel.
     """
     candidates = {}
-    for arch in SMEM:
-        for (entry, element, precision, *tile), one in all_units(arch).items():
+    for sums_dbias, arch in product((False, True), SMEM):
+        for (entry, element, precision, *tile), one in units_with(arch, sums_dbias).items():
             family = TWINS.get(precision or element, precision or element)
             candidates.setdefault((entry, family, *tile), []).append(one)
     chosen = [group[i % len(group)] for i, group in enumerate(candidates.values())]

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "../view/accumulators.cuh"
+#include "dbias_sums.cuh"
 #include "score.cuh"
 #include "softmax.cuh"
 
@@ -190,8 +191,11 @@ CF_DEVICE void rebuild_scores(Scores& S, Scores& dP, const View& view, const Bac
     for (int x = 0; x < M * 8; ++x) {
       T& score = element(S, x / 8, j, x % 8);
       T& rest = element(dP, x / 8, j, x % 8);
-      rest = score == -inf<T>() ? T(0) : rest;
-      score -= reference[x % 8];
+      const bool hidden = score == -inf<T>();
+      rest = hidden ? T(0) : rest;
+      // A row with a NaN for its lse has none for the keys that it does not see, whose dbias is the
+      // sum of other rows, too.
+      if (!sums_dbias<Config>() || !hidden) score -= reference[x % 8];
     }
   }
   if constexpr (has_large_lse<Config>()) {

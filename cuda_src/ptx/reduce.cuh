@@ -35,6 +35,14 @@ CF_DEVICE void add_to_global(uint64 address, double a, double b, double c, doubl
                : "memory");
 }
 
+// The same of one sum.
+CF_DEVICE void add_to_global(uint64 address, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" : : "l"(address), "f"(x) : "memory");
+}
+CF_DEVICE void add_to_global(uint64 address, double x) {
+  asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" : : "l"(address), "d"(x) : "memory");
+}
+
 }  // namespace cf::ptx
 
 #endif

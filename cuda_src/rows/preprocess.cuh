@@ -1,5 +1,5 @@
 // Before the backward kernels: lse and delta = rowsum(dO * O) - dlse by tiles of packed rows, and
-// zeros for the sums of dq.
+// zeros for the sums of dq and of dbias.
 #pragma once
 
 #include "../attention/gradient.cuh"
@@ -90,6 +90,9 @@ CF_DEVICE void backward_preprocess(const BackwardParams& p) {
     const int chunks = p.dq_sums != 0 ? Config::Br * Config::d * int(sizeof(A)) / 16 : 0;
     for (int i = int(threadIdx.x); i < chunks; i += BackwardPreprocessTraits<Config>::threads) {
       at<Chunk>(sums + 16 * i) = Chunk{};
+    }
+    if constexpr (adds_dbias<Config>()) {
+      clear_dbias_sums<Config>(p, task, BackwardPreprocessTraits<Config>::threads);
     }
     prepare_rows<Config>(p, rows, state_address<A>(p, head, tile, Config::Br));
   }

@@ -226,8 +226,10 @@ CF_DEVICE void fused_keys(const BackwardParams& p, const FusedTiles<Config>& t,
   ptx::sync_block("keys_opened");                       // it is known who sees the keys
   GradientOf<Config> g = {};
   const OwnKeys& own = *t.own;
+  if constexpr (dbias_is<Config>(OVER_ROWS)) clear_row_sums(t);
   if (own.first < own.end) add_rows(g, p, t);
-  if constexpr (Config::dbias) {
+  if constexpr (dbias_is<Config>(OVER_ROWS)) store_row_sums(p, t, piece, at.split);
+  if constexpr (dbias_is<Config>(STORED)) {
     const int first = int(own.first / Config::Br);
     clear_dbias<Config>(p, own, first,
                         own.first < own.end ? int(ceil_div(own.end, int64(Config::Br))) : first,

@@ -1,4 +1,4 @@
-// dbias where each score has an element of its own, which then is dS (Config::dbias).
+// dbias from the registers of dS: stored, added, or summed first (Config::dbias).
 #pragma once
 
 #include "scores.cuh"
@@ -44,6 +44,112 @@ CF_DEVICE void write_dbias(const BackwardParams& p, const View& view, const Scor
     write_dbias_as<float>(p, view, dS, lines);
   } else {
     write_dbias_as<double>(p, view, dS, lines);
+  }
+}
+
+// ADDED: the dS of a view to the sums of their elements. A lane's neighbours have the next keys, so
+// that eight lanes fill a sector. No branch stands between the additions: where there is no such
+// row or key, dS is 0, and goes to an element that there is.
+template <typename View, typename Scores>
+CF_DEVICE void add_dbias(const BackwardParams& p, const View& view, const Scores& dS,
+                         const uint64* lines) {
+  const int last = int(p.Nk) - 1;
+#pragma unroll
+  for (int x = 0; x < View::count; ++x) {
+    const int key = min(view.key0 + view.key(x), last);
+    const uint64 line = lines[View::row_offset(x)];
+    ptx::add_to_global(line + int64(key) * int(sizeof(typename View::T)), view.at(dS, x));
+  }
+}
+
+// OVER_ROWS: the sums of a thread for its keys, of which each has a place.
+template <typename Config>
+CF_DEVICE double* row_sums_here(const FusedTiles<Config>& t) {
+  return t.dbias_sums + ptx::opaque(int(threadIdx.x));
+}
+template <typename Config>
+CF_DEVICE void clear_row_sums(const FusedTiles<Config>& t) {
+  using Traits = BackwardSm80Traits<Config>;
+#pragma unroll
+  for (int n = 0; n < Traits::strip / 8; ++n) row_sums_here(t)[n * Traits::threads] = 0.;
+}
+// sums += dS over the rows of a view.
+template <typename Config, typename View, typename Scores>
+CF_DEVICE void add_over_rows(const FusedTiles<Config>& t, const View& view, const Scores& dS) {
+  using T = typename View::T;
+  double* const sums = row_sums_here(t);
+#pragma unroll
+  for (int n = 0; n < View::keys; ++n) {
+    T sum = T(0);
+#pragma unroll
+    for (int x = n; x < View::count; x += View::keys) sum += view.at(dS, x);
+    sums[n * BackwardSm80Traits<Config>::threads] += double(sum);
+  }
+}
+// After the walk: what the lanes with the same key have, to workspace; from the second piece of the
+// rows on, one more.
+template <typename Config>
+CF_DEVICE void store_row_sums(const BackwardParams& p, const FusedTiles<Config>& t,
+                              const RowPiece& piece, int64 split) {
+  using Traits = BackwardSm80Traits<Config>;
+  const OwnKeys& own = *t.own;
+  const uint64 to = key_sums_address<Config>(p, split, own.head, Share<Config>::part());
+#pragma unroll
+  for (int n = 0; n < Traits::strip / 8; ++n) {
+    double sum = row_sums_here(t)[n * Traits::threads];
+    sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+    sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+    const int key = Share<Config>::strip() + row_here() + 8 * n;
+    if (here() % 4 != 0 || key >= own.keys) continue;
+    double& total = at<double>(to + (own.key0 + key) * int64(sizeof(double)));
+    total = piece.first ? sum : total + sum;
+  }
+}
+
+// OVER_KEYS: the dS of each row of a view, summed over the warp's keys, to the sums of the row. The
+// eight lanes that share rows divide them up: in each step one gives half of its sums away for the
+// other half of its partner's.
+template <typename View, typename Scores>
+CF_DEVICE void add_over_keys(const View& view, const Scores& dS, const uint64* lines) {
+  using T = typename View::T;
+  constexpr int rows = View::count / View::keys;
+  static_assert(rows == 4 || rows == 8, "a lane has four rows of one or two fragments");
+  T sums[rows];
+#pragma unroll
+  for (int r = 0; r < rows; ++r) {
+    sums[r] = view.at(dS, r * View::keys);
+#pragma unroll
+    for (int n = 1; n < View::keys; ++n) sums[r] += view.at(dS, r * View::keys + n);
+  }
+  const int lane = here();
+  int own = 0;                                          // the row that is left to the lane
+#pragma unroll
+  for (int step = 16, count = rows / 2; step >= 4; step /= 2, count /= 2) {
+    const bool upper = (lane & step) != 0;
+#pragma unroll
+    for (int r = 0; r < count; ++r) {
+      const T give = upper ? sums[r] : sums[r + count];
+      sums[r] = (upper ? sums[r + count] : sums[r]) + __shfl_xor_sync(0xFFFFFFFF, give, step);
+    }
+    if (upper) own += count;
+    if (count == 0) sums[0] += __shfl_xor_sync(0xFFFFFFFF, sums[0], step);
+  }
+  const bool twice = rows < 8 && (lane & 4) != 0;       // two lanes have the sum
+  ptx::add_to_global(lines[View::row_offset(own * View::keys)], twice ? 0. : double(sums[0]));
+}
+
+// What becomes of the dS of a view. lines: see FusedTiles::dbias, from the lane's first row on.
+template <typename Config, typename View, typename Scores>
+CF_DEVICE void take_dbias(const BackwardParams& p, const FusedTiles<Config>& t, const View& view,
+                          const Scores& dS, const uint64* lines) {
+  if constexpr (dbias_is<Config>(STORED)) {
+    write_dbias(p, view, dS, lines);
+  } else if constexpr (dbias_is<Config>(ADDED)) {
+    add_dbias(p, view, dS, lines);
+  } else if constexpr (dbias_is<Config>(OVER_ROWS)) {
+    add_over_rows(t, view, dS);
+  } else {
+    add_over_keys(view, dS, lines);
   }
 }
 

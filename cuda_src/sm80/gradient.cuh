@@ -31,10 +31,14 @@ struct BackwardSm80Traits {
       Config::Bc * (rows_pitch<T>(Config::d) + rows_pitch<T>(Config::d_v)) * int(sizeof(T));
   static constexpr int score_bytes = Config::Bc * rows_pitch<T>(Config::Br) * int(sizeof(T));
   static constexpr int own_bytes = 18 * 8 + 4 * 8;      // OwnKeys and four of SeenSpan
+  // Of each thread, a sum of dbias for each of its keys.
+  static CF_HOST_DEVICE constexpr int dbias_bytes() {
+    return dbias_is<Config>(OVER_ROWS) ? threads * (strip / 8) * int(sizeof(double)) : 0;
+  }
   // With features, rows of all stages, and who sees the keys of four tiles.
   static constexpr int feature_bytes =
       changes_scores<Config>() ? Config::stages * Config::Br * (int(sizeof(ScoreRow<A>)) + 8)
-                             + 4 * Config::parts * Config::Bc
+                             + 4 * Config::parts * Config::Bc + dbias_bytes()
                        : 0;
   static constexpr int smem_bytes =
       keys_bytes + (exchange ? 2 : 1) * score_bytes
@@ -120,8 +124,10 @@ struct FusedTiles {
   KeyRange* ranges;    // [stages, Br], of tiles in which keys are hidden
   SeenSpan* seen;      // [4], of such tiles by their number: some warps still read the last but one
   ScoreRow<A>* rows;   // with features: [stages, Br]
-  uint64* dbias;       // with features: [stages, Br], where such rows begin in dbias; 0: nowhere
+  uint64* dbias;       // with features: [stages, Br], where such rows begin in dbias or in sums of
+                       // it; 0: nowhere, and nothing is stored
   unsigned char* seen_keys;  // with features: [4, parts, Bc], whether a part's rows see a key
+  double* dbias_sums;  // OVER_ROWS: [keys of a lane, threads]
   OwnKeys* own;
 
   CF_DEVICE explicit FusedTiles(unsigned char* memory) {
@@ -143,6 +149,7 @@ struct FusedTiles {
       rows = carver.take<ScoreRow<A>>(stages * Config::Br * int(sizeof(ScoreRow<A>)));
       dbias = carver.take<uint64>(stages * Config::Br * 8);
       seen_keys = carver.take<unsigned char>(4 * Config::parts * Config::Bc);
+      dbias_sums = carver.take<double>(Traits::dbias_bytes());
     }
     own = carver.take<OwnKeys>(sizeof(OwnKeys));
     seen = carver.take<SeenSpan>(4 * sizeof(SeenSpan));

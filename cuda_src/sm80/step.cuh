@@ -96,9 +96,9 @@ struct Step {
       for (int x = 0; x < M * N * 8; ++x) {
         dP[x / 8 / N][x / 8 % N].x[x % 8] *= P[x / 8 / N][x / 8 % N].x[x % 8];
       }
-      if constexpr (Config::dbias) {
-        write_dbias(p, score_view<Config>(t, stage, row), dP,
-                    t.dbias + stage * Config::Br + row + column_here());
+      if constexpr (has_dbias<Config>()) {
+        take_dbias(p, t, score_view<Config>(t, stage, row), dP,
+                   t.dbias + stage * Config::Br + row + column_here());
       }
     } else {
       cf::differentiate<M, N>(dP, P, state + Config::Br + row + column_here());

@@ -212,6 +212,12 @@ struct Walk {
         walk.open_row(rows, stage, r, real ? seen : KeyRange{0, 0});
       }
     }
+    if constexpr (adds_dbias<Config>()) {               // by other threads: rows take their time
+#pragma unroll 1
+      for (int r = int(threadIdx.x) - Config::Br; r < Config::Br; r += Traits::copiers) {
+        if (r >= 0) walk.open_sums(rows, stage, r);
+      }
+    }
   }
   // What the scores of a row need beside the products, and where its gradient goes.
   CF_DEVICE void open_row(Rows rows, int stage, int r, KeyRange seen) const {
@@ -219,8 +225,17 @@ struct Walk {
     rows.b = own.head / p.heads_k;
     rows.head0 = own.head % p.heads_k * p.group;
     t.rows[stage * Config::Br + r] = open_gradient_row<Config, A>(p, rows, r, seen);
-    const bool writes = Config::dbias && rows.row0 + r < p.group * p.Nq;
+    if constexpr (adds_dbias<Config>()) return;
+    const bool writes = dbias_is<Config>(STORED) && rows.row0 + r < p.group * p.Nq;
     t.dbias[stage * Config::Br + r] = writes ? rows.address(p.dbias, r) : 0;
+  }
+  // Where the dS of a row or its sum is added; that of no row, which is 0, at the first place.
+  CF_DEVICE void open_sums(Rows rows, int stage, int r) const {
+    rows.b = own.head / p.heads_k;
+    rows.head0 = own.head % p.heads_k * p.group;
+    const bool real = rows.row0 + r < p.group * p.Nq;
+    t.dbias[stage * Config::Br + r] =
+        dbias_sums_of_row<Config>(p, rows, real ? r : 0, own.key0 / Config::Bc);
   }
 
   // Waits for what the thread itself has copied, and rounds it where the kind asks for it.

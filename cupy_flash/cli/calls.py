@@ -91,9 +91,10 @@ def _option_sets(options, dtype, scores):
     features = [{}]
     if "mask" in options:
         features.append({"mask": np.broadcast_to(np.True_, scores)})
-    if "bias" in options:       # of a key, and of a single score
+    if "bias" in options:       # of a key, a row, a pair and a single score
         features += [{"bias": np.broadcast_to(np.zeros(1, dtype), shape)}
-                     for shape in ((1, 1, 1, scores[3]), scores)]
+                     for shape in ((1, 1, 1, scores[3]), (1, 1, scores[2], 1), (1, 1, *scores[2:]),
+                                   scores)]
     if "softcap" in options:
         features.append({"softcap": 30.0})
     if "alibi_slopes" in options:

@@ -6,6 +6,7 @@ from math import ceil
 from . import (
     cuda_backward_sm80,
     cuda_backward_sm90,
+    cuda_dbias,
     cuda_forward_sm80,
     cuda_forward_sm90,
     cuda_wmma,
@@ -26,6 +27,7 @@ KERNELS = (
     Kernel("backward_preprocess", "rows/preprocess.cuh", "BackwardParams"),
     Kernel("backward_postprocess", "rows/postprocess.cuh", "BackwardParams"),
     Kernel("backward_sum", "rows/backward_sum.cuh", "BackwardParams"),
+    Kernel("dbias_sum", "rows/dbias_sum.cuh", "BackwardParams"),
     Kernel("dsink", "rows/dsink.cuh", "BackwardParams"),
 )
 _BY_ENTRY = {kernel.entry: kernel for kernel in KERNELS}
@@ -104,13 +106,14 @@ def plan_backward(problem, device, tuning):
     p = problem
     kernel, offer, refusals = _choose("backward", p, device, tuning)
     main = _launch_over_rows(kernel, offer, p, device)
-    fused, writes_dbias = offer.around is not None, dict(main.config.constants).get("dbias")
+    fused, dbias = offer.around is not None, dict(main.config.constants).get("dbias")
     around = offer.around or cuda_backward_sm80.around(main.config)
     launches, workspace = _normalise(p, device, tuning)
-    launches.append(_around("backward_preprocess", p, around, "lse and delta of each row"))
+    before = replace(around, constants=cuda_dbias.cleared(main))
+    launches.append(_around("backward_preprocess", p, before, "lse and delta of each row"))
     rows = _tiles_of_rows(p, around) * around.Br
     workspace.append(Buffer("state", 2 * rows, p.accumulator))
-    if writes_dbias or any(x in p.wrt for x in (("dq", "dk", "dv") if fused else ("dk", "dv"))):
+    if dbias or any(x in p.wrt for x in (("dq", "dk", "dv") if fused else ("dk", "dv"))):
         launches.append(main)
     if "dq" in p.wrt and fused:
         launches.append(_around("backward_postprocess", p, around, "dq from its sums"))
@@ -118,12 +121,26 @@ def plan_backward(problem, device, tuning):
     elif "dq" in p.wrt:
         launches.append(_part("dq_wmma", p, device, tuning))
     sums, buffers = _sum_of_splits(p, main)
-    if p.wants_dbias and not writes_dbias:
-        sums.append(_part("dbias_wmma", p, device, tuning))
+    if p.wants_dbias:
+        sums += _dbias(p, main, device, tuning)
+        buffers += cuda_dbias.buffers(p, main) if dbias else []
     if p.wants_dsink:
         sums.append(_row_launch("dsink", p, p.heads_q, 1, "sums over all rows of a head, in order",
                                 rows_per_block=1, smem=32 * ROWS_PER_BLOCK * 8))
     return _plan("backward", p, device, launches + sums, workspace + buffers, refusals)
+
+
+def _dbias(problem, main, device, tuning):
+    """What dbias needs behind the main kernel, if anything."""
+    how = dict(main.config.constants).get("dbias")
+    if not how:
+        launch = _part("dbias_wmma", problem, device, tuning)
+        reason = "" if how is None else f"; {cuda_dbias.sum_of(problem)[1]}"
+        return [replace(launch, reason=launch.reason + reason)]
+    if not cuda_dbias.buffers(problem, main):
+        return []
+    config, tasks, smem = cuda_dbias.sum_launch(problem, main)
+    return [_launch("dbias_sum", config, tasks, 1, smem, "dbias from its sums")]
 
 
 def _around(entry, problem, config, reason):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
-from . import long_sums
+from . import cuda_dbias, long_sums
 from .kernel import FRAGMENT, SCORE_ROW, Candidate, Offer, itemsize, kind_of, total, wanted
 from .types import LAZY, CudaConfig
 
@@ -89,7 +89,9 @@ class BackwardSm80(Candidate):
                 continue
             if config.options and tile.roles > 1:
                 continue        # options take the registers of the twice as many scores
-            return Offer(config, need, count_tasks(p, config), tile.reason, around(config))
+            how = dict(config.constants)["dbias"]
+            reason = f"{tile.reason}; {cuda_dbias.REASONS[how]}" if how else tile.reason
+            return Offer(config, need, count_tasks(p, config), reason, around(config))
         return "it has no tile for such wide heads here"
 
 
@@ -103,13 +105,6 @@ def count_tasks(problem, config):
     return problem.batch * problem.heads_k * ceil(problem.Nk / config.Bc)
 
 
-def writes_dbias(problem):
-    """Whether the kernel writes dbias: each score has an element of its own, without a softcap."""
-    p = problem
-    return (p.wants_dbias and p.softcap == 0
-            and p.bias_shape == (p.batch, p.heads_q, p.Nq, p.Nk))
-
-
 def config_of(problem, tile):
     """What the kernels are compiled for. Head dims are padded to whole fragments of every warp."""
     step = FRAGMENT * max(tile.parts, warps_across(tile))
@@ -119,7 +114,7 @@ def config_of(problem, tile):
     constants = tuple((name, getattr(tile, name)) for name in CONSTANTS)
     return CudaConfig(problem.dtype, problem.precision, d, d_v, tile.Br, tile.Bc, tile.warps,
                       problem.compiled("backward", True), LAZY,
-                      (*constants, ("dbias", int(writes_dbias(problem))), *wanted(problem)))
+                      (*constants, *cuda_dbias.constants(problem), *wanted(problem)))
 
 
 def around(config):
@@ -131,6 +126,11 @@ def warps_across(tile):
     """Warps that stand beside each other over the columns of a tile of dQ."""
     down = tile.Br // FRAGMENT
     return tile.warps // (down if down < tile.warps // 2 else 2)
+
+
+def keys_of_a_lane(config):
+    """Of the strip of keys that its warp has: every eighth."""
+    return config.Bc * dict(config.constants)["parts"] // config.warps // 8
 
 
 def smem_bytes(config):
@@ -158,6 +158,8 @@ def smem_pieces(config):
     if config.options:
         pieces += [("rows", stages * Br * SCORE_ROW[sums]), ("dbias", stages * Br * 8),
                    ("seen keys", 4 * parts * Bc)]
+    if constants["dbias"] == cuda_dbias.OVER_ROWS:
+        pieces.append(("dbias of each thread", 32 * config.warps * keys_of_a_lane(config) * 8))
     return *pieces, ("own", OWN_KEYS), ("seen", 4 * RANGE)
 
 

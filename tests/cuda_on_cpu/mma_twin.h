@@ -132,5 +132,9 @@ void add_to_global(uint64 address, Sum a, Sum b, Sum c, Sum d) {
   const int step = sizeof(Sum) == 8 ? 32 : 1;
   for (int i = 0; i < 4; ++i) reinterpret_cast<Sum*>(address)[i * step] += given[i];
 }
+template <typename Sum>
+void add_to_global(uint64 address, Sum x) {
+  *reinterpret_cast<Sum*>(address) += x;
+}
 
 }  // namespace cf::ptx

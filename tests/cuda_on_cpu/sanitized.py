@@ -5,6 +5,7 @@ The first argument is how many bytes of shared memory the blocks get less than t
 
 import os
 import sys
+from itertools import product
 
 from cases import Case, inputs
 
@@ -37,13 +38,19 @@ def main(missing):
 
 
 def fused_backward(missing, flags):
-    """Its forms: two roles and one, one stage and two, rows of whole 16-byte copies and not."""
+    """Its forms: two roles and one, one stage and two, rows of whole 16-byte copies and not; the
+    ways in which it sums dbias."""
     for dtype, d, d_v, tile in (("bfloat16", 24, 40, (32, 32, 4, 2, 1, 2)),
                                 ("float16", 21, 35, (32, 32, 4, 1, 2, 2)),
                                 ("float64", 24, 16, (32, 32, 4, 1, 2, 1))):
         x = inputs(Case("memory", Nq=67, Nk=77, Hq=2, Hk=1, d=d, d_v=d_v, dtype=dtype, causal=True,
                         kv_lens=(70,)))
         fibers = Fibers(missing=missing, flags=flags, fused=tile)
+        out, lse = Fibers(flags=flags).forward(x.q, x.k, x.v, **x.options)
+        fibers.backward(x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse, **x.options)
+    for dtype, bias in product(("float16", "float64"), ("11qk", "b11k", "1hq1", "1h11")):
+        x = inputs(Case("memory", Nq=67, Nk=77, Hq=2, Hk=1, d=21, d_v=35, dtype=dtype, bias=bias))
+        fibers = Fibers(missing=missing, flags=flags, fused=(32, 32, 4, 1, 2, 1))
         out, lse = Fibers(flags=flags).forward(x.q, x.k, x.v, **x.options)
         fibers.backward(x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse, **x.options)
 

@@ -74,7 +74,7 @@ def pack(plan, launch, operands, addresses):
         names = ("batch_bias", "heads_bias", "Nbias_q", "Nbias_k")
         values |= {name: addresses.get(name, 0)
                    for name in ("state", "dq_sums", "dk_sums", "dv_sums",
-                                "normalisers")}
+                                "normalisers", "dbias_sums")}
         values |= dict(zip(names, extents, strict=True))
         values["state_rows"] = next((x.config.Br for x in plan.launches
                                     if x.entry == "backward_preprocess"), 1)
