@@ -54,7 +54,6 @@ CF_DEVICE void multiply_scores(typename Fragments<Config>::C (&S)[M][N], const R
                                const ReadB& B, int row, int column) {
   using F = Fragments<Config>;
   constexpr int piece = chain_depth<Config>() > 0 ? min(chain_depth<Config>(), depth) : depth;
-  static_assert(depth % piece == 0, "head dims must be padded to whole chains");
   // In float64 longer code spills.
   constexpr int unrolled = sizeof(typename F::T) == 8 && piece > 64 ? 4 : piece;
   Sums<Config> sums[M][N];
@@ -62,6 +61,7 @@ CF_DEVICE void multiply_scores(typename Fragments<Config>::C (&S)[M][N], const R
   for (int k0 = 0; k0 < depth; k0 += piece) {
 #pragma unroll unrolled
     for (int k = 0; k < piece; k += F::depth) {
+      if (depth % piece != 0 && k0 + k >= depth) break;
       decltype(operand<Config>(typename F::A{})) a[M];
 #pragma unroll
       for (int i = 0; i < M; ++i) a[i] = operand<Config>(A.load(row + 16 * i, k0 + k));
@@ -144,7 +144,7 @@ CF_DEVICE void make_operands(typename Fragments<Config>::A (&a)[M][K],
   }
 }
 
-// The same from shared memory: rows from `row` on.
+// The same from shared memory, in the order of `depth_order`: rows from `row` on.
 template <typename Config, int M, int K, typename ReadA>
 CF_DEVICE void load_operands(typename Fragments<Config>::A (&a)[M][K], const ReadA& A, int key,
                              int row) {
@@ -153,7 +153,11 @@ CF_DEVICE void load_operands(typename Fragments<Config>::A (&a)[M][K], const Rea
   for (int i = 0; i < M; ++i) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      a[i][k] = A.load(key + 16 * i, row + k * F::depth);
+      if constexpr (sizeof(typename F::T) == 4) {
+        a[i][k] = A.load_pairs(key + 16 * i, row + k * F::depth);
+      } else {
+        a[i][k] = A.load(key + 16 * i, row + k * F::depth);
+      }
     }
   }
 }

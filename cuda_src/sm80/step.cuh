@@ -36,8 +36,8 @@ struct Step {
   static constexpr int M = S::keys, N = S::rows;
   // The two products of scores differ in nothing but addresses if d is d_v, and so do those of dV
   // and dK: in 3xTF32, where they are long, they are compiled once.
-  static constexpr bool alike = Config::precision == 2 && Config::d == Config::d_v
-                                && wants<Config>(DK) && wants<Config>(DV);
+  static constexpr bool alike = Config::precision == 2 && Config::parts == 1
+                                && Config::d == Config::d_v && wants<Config>(DK) && wants<Config>(DV);
   static constexpr Order order = depth_order<Config>();
   const BackwardParams& p;
   const Tiles& t;

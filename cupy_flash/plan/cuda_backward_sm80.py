@@ -147,13 +147,14 @@ def smem_pieces(config):
     def tile(rows, columns):
         return rows * (columns + (8 if size == 2 else 4)) * size
 
-    rows = stages * (2 * Br if config.precision == "tf32x3" else Br)    # in two parts
+    splits = config.precision == "tf32x3" and constants.get("split_rows", 1)
+    rows = stages * (2 * Br if splits else Br)          # in two parts
     pieces = [("K", tile(Bc, config.d)), ("V", tile(Bc, config.d_v)), ("Q", tile(rows, config.d)),
               ("dO", tile(rows, config.d_v)), ("dS", tile(Bc, Br))]
     if parts > 1 and roles == 1 and size < 8:
         pieces.append(("P", tile(Bc, Br)))
     if roles > 1:
-        pieces.append(("P of the other role", Bc * Br * sums))
+        pieces.append(("P of the other role", tile(Bc, Br) if size == 8 else Bc * Br * sums))
     pieces += [("lse, delta", stages * 2 * Br * sums), ("ranges", stages * Br * RANGE)]
     if config.options:
         pieces += [("rows", stages * Br * SCORE_ROW[sums]), ("dbias", stages * Br * 8),
