@@ -33,6 +33,8 @@ WAITS = {"Q_copied", "Q_ready", "K_copied", "K_ready", "V_copied", "V_ready", "V
 SMALL = Row(32, 16, 2, 256, "of a test")
 # Two warps on each 16 rows.
 PAIRS = Row(32, 32, 4, 256, "of a test", pairs=True)
+# One of the two has all scores of a fragment of keys.
+NARROW_PAIRS = PAIRS._replace(Bc=16)
 TABLE = [x for x in (*FEATURES, *SINK) if not x.label[1:2].isdigit()]
 
 
@@ -59,12 +61,13 @@ def test_table(feature, kind):
     check(feature.label, kind, inputs(small(feature, kind)))
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind, row", [("float16", PAIRS), ("bfloat16", PAIRS),
+                                       ("float64", PAIRS), ("float64", NARROW_PAIRS)], ids=str)
 @pytest.mark.parametrize("feature", TABLE, ids=lambda feature: feature.label)
-def test_pairs(feature, kind):
+def test_pairs(feature, kind, row):
     """Two warps share rows: late maxima and hidden halves of tiles reach both."""
     x = inputs(replace(small(feature, kind), d_v=50))
-    check(feature.label, kind, x, PAIRS)
+    check(feature.label, kind, x, row)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16"])

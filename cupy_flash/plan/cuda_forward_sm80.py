@@ -150,7 +150,8 @@ def smem_pieces(config):
     tiles = (("Q, then out", rows * (max(d, d_v) + pad) * size), ("K", keys * (d + pad) * size),
              ("V", keys * (d_v + 16 // size) * size))
     if constants["pairs"]:      # what two warps say of their rows
-        tiles += ("P", Br * (Bc + pad) * size), ("top", 2 * Br * 4), ("l", 2 * Br * 4)
+        sums = 2 * Br * max(4, size)
+        tiles += ("P", Br * (Bc + pad) * size), ("top", sums), ("l", sums)
     if changes_scores(config):
         tiles += ("rows", Br * SCORE_ROW[max(4, size)]), ("seen", 16 * config.warps)
     return tiles
