@@ -7,15 +7,15 @@
 
 namespace cf {
 
-// Config::split_rows = 0: each warp splits the operands of 3xTF32 that it reads of Q and dO, as it
-// does those of K and V. Without it the block does so once, in twice the shared memory.
+// Config::split_late: each warp splits what it reads of Q and dO for 3xTF32, as it does K and V.
+// Without it the block does so once, in twice the shared memory.
 template <typename Config, typename = void>
-struct SplitsRows {
-  static constexpr bool value = true;
+struct SplitsLate {
+  static constexpr bool value = false;
 };
 template <typename Config>
-struct SplitsRows<Config, decltype(void(Config::split_rows))> {
-  static constexpr bool value = Config::split_rows != 0;
+struct SplitsLate<Config, decltype(void(Config::split_late))> {
+  static constexpr bool value = Config::split_late != 0;
 };
 
 template <typename Config>
@@ -25,9 +25,11 @@ struct BackwardSm80Traits {
   static constexpr int threads = 32 * Config::warps;
   static constexpr int strips = Config::warps / Config::roles / Config::parts;
   static constexpr int strip = Config::Bc / strips;      // keys whose dK and dV a warp sums up
-  // Rows whose scores it computes for them. Where roles have too few rows for all parts, one warp
-  // of the strip's computes them for the others.
-  static constexpr bool one_scores = Config::roles > 1 && Config::Br < 16 * Config::parts;
+  // Rows whose scores it computes for them. Where there are too few rows for all parts, one warp of
+  // the strip's computes them for the others; of roles, one for each.
+  static constexpr bool one_scores = Config::Br < 16 * Config::parts;
+  static_assert(!one_scores || Config::roles > 1 || sizeof(T) == 8,
+                "operands that lie in registers do so in all warps");
   static constexpr int part = one_scores ? Config::Br : Config::Br / Config::parts;
   static constexpr int piece = Config::roles > 1 ? part : min(part, 32);   // ... at a time
   static constexpr int d_part = Config::d / Config::parts, v_part = Config::d_v / Config::parts;
@@ -38,7 +40,7 @@ struct BackwardSm80Traits {
   static constexpr bool exchange = Config::parts > 1 && Config::roles == 1 && sizeof(T) < 8;
   static constexpr bool own = sizeof(T) < 8;            // operands in registers, of the warp's rows
   static constexpr int state_bytes = 2 * Config::Br * int(sizeof(A));
-  static constexpr int rests = SplitsRows<Config>::value ? rest_rows<Config>(Config::Br) : 0;
+  static constexpr int rests = SplitsLate<Config>::value ? 0 : rest_rows<Config>(Config::Br);
   static constexpr int rows_bytes =
       (Config::Br + rests) * (rows_pitch<T>(Config::d) + rows_pitch<T>(Config::d_v))
       * int(sizeof(T));

@@ -36,13 +36,6 @@ struct RoleStep : Step<Config> {
   using Base::Base;
 
   static CF_DEVICE bool has_P() { return S::role() == 0; }
-  // Whether the warp computes scores. Where one warp of a strip does so for all parts, the two roles
-  // take theirs from different parts, which keeps all tensor cores of a multiprocessor at work.
-  static CF_DEVICE bool has_scores() {
-    return !Traits::one_scores || S::part() == (has_P() ? 0 : Config::parts - 1);
-  }
-  // The part of the rows whose scores it computes.
-  static CF_DEVICE int rows_part() { return Traits::one_scores ? 0 : S::part(); }
   // Where a lane has its part of P of a part's rows: fragments (i, j), two halves of four sums.
   CF_DEVICE FourSums<A>* shared_P(int part) const {
     FourSums<A>* const P = reinterpret_cast<FourSums<A>*>(this->t.P_sums);
@@ -50,7 +43,7 @@ struct RoleStep : Step<Config> {
   }
   static CF_DEVICE constexpr int fragment(int i, int j) { return (i * (Config::Br / 16) + j) * 64; }
   CF_DEVICE void share_P(const C (&P)[M][N]) const {
-    FourSums<A>* const own = shared_P(rows_part());
+    FourSums<A>* const own = shared_P(S::rows_part());
 #pragma unroll
     for (int i = 0; i < M; ++i) {
 #pragma unroll
@@ -79,7 +72,7 @@ struct RoleStep : Step<Config> {
   // dP -> dS = P * (dP - delta).
   CF_DEVICE void differentiate_shared(C (&dP)[M][N], int row) const {
     const A* const delta = this->state + Config::Br + row + column_here();
-    const FourSums<A>* const own = shared_P(rows_part());
+    const FourSums<A>* const own = shared_P(S::rows_part());
     const T* const rows = this->t.P + (S::strip() + row_here()) * Tiles::s_pitch + row
                           + column_here();
 #pragma unroll
@@ -112,10 +105,10 @@ struct RoleStep : Step<Config> {
   // P or dS of the warp's strip and part.
   template <typename Meanwhile>
   CF_DEVICE void differentiate_part(C (&x)[M][N], A scale, const Meanwhile& meanwhile) const {
-    const int row = rows_part() * Traits::part;
+    const int row = S::rows_part() * Traits::part;
     if (!has_P()) meanwhile();                          // P takes longer than dP
-    if (has_scores()) multiply_part(x, row);
-    if (has_P() && has_scores()) {
+    if (S::has_scores()) multiply_part(x, row);
+    if (has_P() && S::has_scores()) {
       subtract_lse<M, N>(x, scale, this->state + row + column_here());
       if (this->hides) hide_keys(x, range_view<Config>(this->ranges + row), -inf<A>());
       exponentiate<Config, M, N>(x);
@@ -126,7 +119,7 @@ struct RoleStep : Step<Config> {
       }
     }
     ptx::sync_block("P_shared");
-    if (!has_P() && has_scores()) {
+    if (!has_P() && S::has_scores()) {
       differentiate_shared(x, row);
       if (this->hides) hide_keys(x, range_view<Config>(this->ranges + row), A(0));
       this->share(this->t.dS, x, row);
@@ -150,9 +143,9 @@ struct RoleStep : Step<Config> {
     typename F::A a[M][K];
     differentiate_part(x, scale, meanwhile);
     if constexpr (Traits::own) {
-      if (!has_scores()) return;
+      if (!S::has_scores()) return;
       make_operands<Config>(a, x);
-      add_part(g, a, rows_part());
+      add_part(g, a, S::rows_part());
     } else if (has_P()) {
       add_rows(g, this->t.P);                           // dO and P may go then
     }
@@ -175,7 +168,7 @@ struct RoleStep : Step<Config> {
       if (!has_P()) add_rows(g, this->t.dS);
       return;
     }
-    if (Traits::one_scores && has_scores()) return;
+    if (Traits::one_scores && S::has_scores()) return;
 #pragma unroll 1
     for (int n = 1; n < (Traits::one_scores ? 2 : Config::parts); ++n) {
       const int part = Traits::one_scores ? 0 : (S::part() + n) % Config::parts;

@@ -84,8 +84,8 @@ struct Step {
         P, dP, score_view<Config>(t, stage, row), p, scaling, lse, lse + Config::Br, hides,
         [&](const typename F::C (&scores)[M][N]) {
           if constexpr (hides_any<Config>()) {
-            unsigned char* const keys = seen_keys + S::part() * Config::Bc + S::strip();
-            mark_seen(scores, keys, row == S::part() * Traits::part);
+            unsigned char* const keys = seen_keys + S::rows_part() * Config::Bc + S::strip();
+            mark_seen(scores, keys, row == S::rows_part() * Traits::part);
           }
         });
   }
@@ -224,20 +224,23 @@ struct Step {
   CF_DEVICE void add_in_turn(Gradients<Config>& g, A scale,
                              const Meanwhile& meanwhile) const {
     static_assert(Traits::own || Traits::part == Traits::piece, "all of dS waits in registers");
-    const int row = S::part() * Traits::part;
-    typename F::C P[M][N], dS[M][N];
-    find_both(P, dS, row, scale);
-    exponentiate<Config, M, N>(P);
-    if (!changes_scores<Config>() && hides) hide_keys(dS, range_view<Config>(ranges + row), A(0));
-    share(t.P, P, row);
-    differentiate(dS, P, row);
+    const int row = S::rows_part() * Traits::part;
+    typename F::C dS[M][N];
+    if (S::has_scores()) {
+      typename F::C P[M][N];
+      find_both(P, dS, row, scale);
+      exponentiate<Config, M, N>(P);
+      if (!changes_scores<Config>() && hides) hide_keys(dS, range_view<Config>(ranges + row), A(0));
+      share(t.P, P, row);
+      differentiate(dS, P, row);
+    }
     ptx::sync_block("P_written");
     if constexpr (wants<Config>(DV)) {
       add_all(t.P, [&](const auto& a, int k) { add_values(g, a, k); });
     }
     ptx::sync_block("P_read");                          // and dO
     meanwhile();
-    share(t.dS, dS, row);
+    if (S::has_scores()) share(t.dS, dS, row);
   }
 
   // add(operand, row) of P or dS over the rows of other warps; in float64 over all rows, and at

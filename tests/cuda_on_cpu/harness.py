@@ -100,7 +100,7 @@ def run_compiler(flags, *arguments):
 def kernels_with(Br, Bc, warps, registers, hopper, fused):
     """All kernels, with these tiles instead of those of their tables, for problems of any size."""
     changes = {"forward_sm80": {"rows": (registers,) if registers else ()},
-               "backward_sm80": {"rows": (FusedTile(256, *fused, 1, "of a test"),) if fused
+               "backward_sm80": {"rows": (FusedTile(256, *fused[:6], 1, "of a test", *fused[6:]),) if fused
                                   else ()},
                "forward_sm90": {"rows": (hopper,), "fewest_rows": 1, "many_keys": 10**6}}
     for entry in ("forward_wmma", "dkdv_wmma", "dq_wmma", "dbias_wmma", "normalise"):
