@@ -212,7 +212,7 @@ struct ForwardWalk {
   // Zeroes the values of keys that mask or bias hide from all rows of the block: 0 * NaN is NaN.
   // there: whether the warp has scores of the tile.
   CF_DEVICE void forget_values(const typename Warp::S& scores, bool there) const {
-    constexpr int parts = Traits::key_parts, own = Bc / parts;          // keys of a warp
+    constexpr int parts = key_parts<Config>(), own = Bc / parts;    // keys of a warp
     const uint32 all = 0xFFFFFFFFu >> (32 - own / 4);
     const uint32 seen = there ? seen_columns<Warp::fragments, Warp::keys>(scores) : 0;
     if (!ptx::sync_block_or(seen != all && t.has_scores(), "some_unseen")) return;

@@ -16,13 +16,26 @@ namespace cf {
 // With `split_Q` the block splits Q for 3xTF32 once, as K and V always are; without it each warp
 // splits what it reads, tile after tile, for want of shared memory.
 template <typename Config>
+CF_HOST_DEVICE constexpr bool one_scores() {
+  return Config::pairs && Config::Bc < 32;
+}
+// Warps of a pair that have scores.
+template <typename Config>
+CF_HOST_DEVICE constexpr int key_parts() {
+  return Config::pairs && !one_scores<Config>() ? 2 : 1;
+}
+// Whether P of all keys of a tile is read from shared memory, by both parts.
+template <typename Config>
+CF_HOST_DEVICE constexpr bool shares_P() {
+  return Config::pairs && fresh_sums<Config>();
+}
+
+template <typename Config>
 struct ForwardSm80Traits {
   using T = typename Config::element;
   static constexpr int threads = 32 * Config::warps, parts = Config::pairs ? 2 : 1;
   static constexpr int rows = Config::Br / Config::warps * parts;        // of a warp
-  static constexpr bool one_scores = Config::Bc < 16 * parts;
-  static constexpr int key_parts = one_scores ? 1 : parts;
-  static constexpr int fragments = rows / 16, keys = Config::Bc / 16 / key_parts;
+  static constexpr int fragments = rows / 16, keys = Config::Bc / 16 / key_parts<Config>();
   static constexpr int columns = Config::d_v / 16 / parts;
   static constexpr int pitch = rows_pitch<T>(Config::d), pitch_v = depth_pitch<T>(Config::d_v);
   static constexpr int pitch_Q = rows_pitch<T>(max(Config::d, Config::d_v));   // Q, and then out
@@ -41,7 +54,7 @@ struct ForwardSm80Traits {
   static_assert(Config::d % 16 == 0 && Config::d_v % (16 * parts) == 0,
                 "d and d_v must be multiples of 16");
   static_assert(Config::Br * parts % (16 * Config::warps) == 0, "a warp must have whole fragments");
-  static_assert(Config::Bc % (16 * key_parts) == 0, "Bc must be a multiple of 16");
+  static_assert(Config::Bc % (16 * key_parts<Config>()) == 0, "Bc must be a multiple of 16");
   static_assert(parts == 1 || Config::precision == 0, "float32 has no two parts");
 };
 
@@ -73,9 +86,9 @@ struct ForwardSm80Tiles {
   static CF_DEVICE int row0() { return warp_id() / Traits::parts * Traits::rows; }
   // The other part of the next two pairs: warps 0, 2, 5 and 7, each on tensor cores of its own.
   static CF_DEVICE bool has_scores() {
-    return !Traits::one_scores || part() == warp_id() / 4 % 2;
+    return !one_scores<Config>() || part() == warp_id() / 4 % 2;
   }
-  static CF_DEVICE int key_part() { return Traits::one_scores ? 0 : part(); }
+  static CF_DEVICE int key_part() { return one_scores<Config>() ? 0 : part(); }
   static CF_DEVICE int key0() { return key_part() * Traits::keys * 16; }
   static CF_DEVICE int column0() { return part() * Traits::columns * 16; }
 };
@@ -91,9 +104,6 @@ struct ForwardWarp {
   using S = typename F::C[fragments][keys];
 
   using Tiles = ForwardSm80Tiles<Config>;
-  // Whether P of all keys of a tile is read from shared memory, by both parts.
-  static constexpr bool shares_P = Traits::parts == 2 && fresh_sums<Config>();
-
   ReaderA<Config, Layout::row, Traits::pitch_Q, Order::paired, Traits::rests_Q> Q;
   ReaderB<Config, Layout::col, Traits::pitch, Order::paired, Traits::rests> K;
   ReaderB<Config, Layout::row, Traits::pitch_v, Order::paired, Traits::rests> V;
@@ -104,7 +114,7 @@ struct ForwardWarp {
   CF_DEVICE ForwardWarp(const ForwardSm80Tiles<Config>& t, const Params& p)
       : Q(t.Q + t.row0() * Traits::pitch_Q),
         K(t.K + t.key0() * Traits::pitch),
-        V(t.V + (shares_P ? 0 : t.key0()) * Traits::pitch_v + t.column0()),
+        V(t.V + (shares_P<Config>() ? 0 : t.key0()) * Traits::pitch_v + t.column0()),
         acc{},
         softmax(p) {}
 
@@ -368,7 +378,7 @@ struct ForwardWarp {
 
   // From scores to acc, once V is there.
   CF_DEVICE void finish_tile(S& scores, const Tiles& t) {
-    if constexpr (shares_P) {
+    if constexpr (shares_P<Config>()) {
       if (Tiles::has_scores()) {
         softmax.exponentials(scores);
         share_all_P(t.P, scores);

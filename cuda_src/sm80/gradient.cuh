@@ -11,12 +11,19 @@ namespace cf {
 // Without it the block does so once, in twice the shared memory.
 template <typename Config, typename = void>
 struct SplitsLate {
-  static constexpr bool value = false;
+  static CF_HOST_DEVICE constexpr bool value() { return false; }
 };
 template <typename Config>
 struct SplitsLate<Config, decltype(void(Config::split_late))> {
-  static constexpr bool value = Config::split_late != 0;
+  static CF_HOST_DEVICE constexpr bool value() { return Config::split_late != 0; }
 };
+
+// Whether one warp of a strip computes scores for all parts, where there are too few rows for each;
+// of roles, one warp for each role.
+template <typename Config>
+CF_HOST_DEVICE constexpr bool one_scores() {
+  return Config::Br < 16 * Config::parts;
+}
 
 template <typename Config>
 struct BackwardSm80Traits {
@@ -25,12 +32,10 @@ struct BackwardSm80Traits {
   static constexpr int threads = 32 * Config::warps;
   static constexpr int strips = Config::warps / Config::roles / Config::parts;
   static constexpr int strip = Config::Bc / strips;      // keys whose dK and dV a warp sums up
-  // Rows whose scores it computes for them. Where there are too few rows for all parts, one warp of
-  // the strip's computes them for the others; of roles, one for each.
-  static constexpr bool one_scores = Config::Br < 16 * Config::parts;
-  static_assert(!one_scores || Config::roles > 1 || sizeof(T) == 8,
+  // Rows whose scores it computes for them.
+  static constexpr int part = Config::Br / (one_scores<Config>() ? 1 : Config::parts);
+  static_assert(!one_scores<Config>() || Config::roles > 1 || sizeof(T) == 8,
                 "operands that lie in registers do so in all warps");
-  static constexpr int part = one_scores ? Config::Br : Config::Br / Config::parts;
   static constexpr int piece = Config::roles > 1 ? part : min(part, 32);   // ... at a time
   static constexpr int d_part = Config::d / Config::parts, v_part = Config::d_v / Config::parts;
   // P and dS become operands in the registers that hold them, and pass through shared memory for
@@ -40,7 +45,7 @@ struct BackwardSm80Traits {
   static constexpr bool exchange = Config::parts > 1 && Config::roles == 1 && sizeof(T) < 8;
   static constexpr bool own = sizeof(T) < 8;            // operands in registers, of the warp's rows
   static constexpr int state_bytes = 2 * Config::Br * int(sizeof(A));
-  static constexpr int rests = SplitsLate<Config>::value ? 0 : rest_rows<Config>(Config::Br);
+  static constexpr int rests = SplitsLate<Config>::value() ? 0 : rest_rows<Config>(Config::Br);
   static constexpr int rows_bytes =
       (Config::Br + rests) * (rows_pitch<T>(Config::d) + rows_pitch<T>(Config::d_v))
       * int(sizeof(T));
@@ -84,8 +89,8 @@ struct BackwardSm80Traits {
   static_assert(part % 16 == 0 && Config::d % (16 * Config::parts) == 0
                     && Config::d_v % (16 * Config::parts) == 0,
                 "rows and columns must be whole fragments for each warp of a strip");
-  static_assert(Config::Br % (16 * warps_m) == 0 && Config::d % (16 * warps_n) == 0,
-                "the tile of dQ must be whole fragments for each warp");
+  static_assert(Config::Br % (16 * warps_m) == 0 && Config::d % (16 * warps_n * dq_passes) == 0,
+                "the tile of dQ must be whole fragments for each warp and pass");
 };
 
 // The lane, and its row and column in a fragment, found anew at every use: addresses that depend on

@@ -92,22 +92,17 @@ struct RoleStep : Step<Config> {
     }
   }
 
-  // The exponents of P, or dP.
-  CF_DEVICE void multiply_part(C (&x)[M][N], int row) const {
+  // P or dS of the warp's strip and part.
+  template <typename Meanwhile>
+  CF_DEVICE void differentiate_part(C (&x)[M][N], A scale, const Meanwhile& meanwhile) const {
     const bool values = !has_P();
+    const int row = S::rows_part() * Traits::part;
     const ReaderA<Config, Layout::row, Tiles::q_pitch> keys(values ? this->t.V : this->t.K,
                                                             here());
     const ReaderB<Config, Layout::col, Tiles::q_pitch, Order::paired, Traits::rests> rows(
         values ? this->dO : this->Q, here());
-    multiply_scores<Config, Config::d>(x, keys, rows, S::strip(), row);
-  }
-
-  // P or dS of the warp's strip and part.
-  template <typename Meanwhile>
-  CF_DEVICE void differentiate_part(C (&x)[M][N], A scale, const Meanwhile& meanwhile) const {
-    const int row = S::rows_part() * Traits::part;
     if (!has_P()) meanwhile();                          // P takes longer than dP
-    if (S::has_scores()) multiply_part(x, row);
+    if (S::has_scores()) multiply_scores<Config, Config::d>(x, keys, rows, S::strip(), row);
     if (has_P() && S::has_scores()) {
       subtract_lse<M, N>(x, scale, this->state + row + column_here());
       if (this->hides) hide_keys(x, range_view<Config>(this->ranges + row), -inf<A>());
@@ -168,10 +163,10 @@ struct RoleStep : Step<Config> {
       if (!has_P()) add_rows(g, this->t.dS);
       return;
     }
-    if (Traits::one_scores && S::has_scores()) return;
+    if (one_scores<Config>() && S::has_scores()) return;
 #pragma unroll 1
-    for (int n = 1; n < (Traits::one_scores ? 2 : Config::parts); ++n) {
-      const int part = Traits::one_scores ? 0 : (S::part() + n) % Config::parts;
+    for (int n = 1; n < (one_scores<Config>() ? 2 : Config::parts); ++n) {
+      const int part = one_scores<Config>() ? 0 : (S::part() + n) % Config::parts;
       typename F::A a[M][K];
       if (has_P()) {
         const FourSums<A>* const other = shared_P(part);

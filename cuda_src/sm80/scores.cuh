@@ -13,13 +13,13 @@ struct Share {
   static CF_DEVICE int role() { return Config::roles == 1 ? 0 : 1 - warp_id() / side; }
   static CF_DEVICE int strip() { return warp_id() % Traits::strips * Traits::strip; }   // first key
   static CF_DEVICE int part() { return warp_id() % side / Traits::strips; }
-  // Whether the warp computes scores. Where one warp of a strip does so for all parts, the two roles
-  // take theirs from different parts, which keeps all tensor cores of a multiprocessor at work.
+  // Whether the warp computes scores. Where one warp of a strip does so for all parts, the two
+  // roles take theirs from different parts, which keeps all tensor cores at work.
   static CF_DEVICE bool has_scores() {
-    return !Traits::one_scores || part() == (role() == 0 ? 0 : Config::parts - 1);
+    return !one_scores<Config>() || part() == (role() == 0 ? 0 : Config::parts - 1);
   }
   // The part of the rows whose scores it computes.
-  static CF_DEVICE int rows_part() { return Traits::one_scores ? 0 : part(); }
+  static CF_DEVICE int rows_part() { return one_scores<Config>() ? 0 : part(); }
   static constexpr int keys = Traits::strip / 16, rows = Traits::piece / 16;            // fragments
   static constexpr int d = Traits::d_part / 16, d_v = Traits::v_part / 16;
   static constexpr int dq_rows = Config::Br / Traits::warps_m / 16;

@@ -37,7 +37,8 @@ struct Step {
   // The two products of scores differ in nothing but addresses if d is d_v, and so do those of dV
   // and dK: in 3xTF32, where they are long, they are compiled once.
   static constexpr bool alike = Config::precision == 2 && Config::parts == 1
-                                && Config::d == Config::d_v && wants<Config>(DK) && wants<Config>(DV);
+                                && Config::d == Config::d_v && wants<Config>(DK)
+                                && wants<Config>(DV);
   static constexpr Order order = depth_order<Config>();
   const BackwardParams& p;
   const Tiles& t;
@@ -224,10 +225,9 @@ struct Step {
   CF_DEVICE void add_in_turn(Gradients<Config>& g, A scale,
                              const Meanwhile& meanwhile) const {
     static_assert(Traits::own || Traits::part == Traits::piece, "all of dS waits in registers");
-    const int row = S::rows_part() * Traits::part;
-    typename F::C dS[M][N];
+    const int row = (one_scores<Config>() ? 0 : S::part()) * Traits::part;
+    typename F::C P[M][N], dS[M][N];
     if (S::has_scores()) {
-      typename F::C P[M][N];
       find_both(P, dS, row, scale);
       exponentiate<Config, M, N>(P);
       if (!changes_scores<Config>() && hides) hide_keys(dS, range_view<Config>(ranges + row), A(0));

@@ -16,6 +16,7 @@ from .types import LAZY, CudaConfig
 RANGE, OWN_KEYS = 8, 144    # bytes of structs of the CUDA sources: KeyRange and SeenSpan, OwnKeys
 CONSTANTS = ("roles", "parts", "stages", "blocks")
 WARPS_AROUND = 4            # of the kernels before and behind
+TWO_PASSES = 64             # columns of dQ that a warp adds in two passes, and more
 
 
 class FusedTile(NamedTuple):
@@ -105,14 +106,14 @@ TILES = {
         FusedTile(128, 32, 64, 8, 1, 2, 1, 1, "two warps share 16 keys, in 227 KiB"),
         FusedTile(128, 32, 32, 4, 1, 2, 1, 1, "half the keys and warps, in 163 KiB"),
         FusedTile(192, 32, 32, 8, 2, 2, 1, 1, "half the columns of dK or dV of 16 keys"),
-        FusedTile(192, 32, 16, 4, 2, 2, 1, 1, "half the keys and warps, in 163 KiB"),
+        FusedTile(192, 32, 16, 4, 2, 2, 1, 1, "a fragment of keys and half the warps, in 163 KiB"),
         FusedTile(256, 16, 32, 8, 2, 2, 1, 1, "half the columns of dK or dV of 16 keys, a fragment "
                   "of rows"),
-        FusedTile(256, 16, 16, 4, 2, 2, 1, 1, "half the keys and warps, in 163 KiB"),
+        FusedTile(256, 16, 16, 4, 2, 2, 1, 1, "a fragment of rows and of keys, in 163 KiB"),
         # Reached with options alone.
         FusedTile(192, 32, 32, 8, 1, 4, 1, 1, "four warps share 16 keys, of which one has scores"),
-        FusedTile(256, 16, 32, 8, 1, 4, 1, 1, "four warps share 16 keys, of which one has scores"),
-        FusedTile(256, 16, 16, 4, 1, 4, 1, 1, "the same of half the keys, in 163 KiB"),
+        FusedTile(256, 16, 32, 8, 1, 4, 1, 1, "the same with a fragment of rows"),
+        FusedTile(256, 16, 16, 4, 1, 4, 1, 1, "the same with one of keys, too, in 163 KiB"),
     ),
 }
 
@@ -159,8 +160,11 @@ def writes_dbias(problem):
 
 def config_of(problem, tile):
     """What the kernels are compiled for. Head dims are padded to whole fragments of every warp."""
-    step = FRAGMENT * max(tile.parts, warps_across(tile))
+    across = warps_across(tile)
+    step = FRAGMENT * max(tile.parts, across)
     d, d_v = (ceil(x / step) * step for x in (problem.d, problem.d_v))
+    if tile.parts > 1 and d >= TWO_PASSES * across:
+        d = ceil(d / (2 * step)) * 2 * step
     if tile.roles > 1:          # which then differ in nothing but addresses
         d = d_v = max(d, d_v)
     constants = tuple((name, getattr(tile, name)) for name in CONSTANTS)
