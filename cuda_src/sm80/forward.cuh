@@ -177,7 +177,7 @@ struct ForwardWalk {
     }
     ptx::close_copies();
     const bool any = plain || task.own.any(key0, Bc);
-    const bool there = any && t.has_scores();
+    const bool there = one_scores<Config>() ? any && t.has_scores() : any;
     if (there) warp.template multiply_keys<often>(scores);
     if constexpr (Config::scaled) {
       if (there) warp.finish_scores(scores, t, p, key0);
