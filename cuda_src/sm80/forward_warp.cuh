@@ -330,8 +330,7 @@ struct ForwardWarp {
 
   using Top = typename F::Sum[fragments][2];
 
-  // The rows' maxima from their lanes', and from the other part's. there: whether the warp has
-  // scores at all.
+  // The rows' maxima from their lanes', and from the other part's. there: whether there are scores.
   CF_DEVICE void join_top(typename F::Sum* shared, const S& scores, bool there, Top& top) const {
     if constexpr (sizeof(typename F::Sum) == 8) {
       if (Traits::parts == 1 || there) softmax.find_exact_top(scores, top);
