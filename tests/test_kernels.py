@@ -39,6 +39,7 @@ def test_a_record_is_complete():
 
 
 WIDE, DETERMINISTIC = {"d": 200, "d_v": 200}, {"deterministic": True}
+WIDEST = {"d": 256, "d_v": 256}
 FLOAT64 = {"dtype": "float64", "out_dtype": "float64"}
 FLOAT32 = {"dtype": "float32", "out_dtype": "float32", "precision": "tf32x3"}
 
@@ -47,7 +48,7 @@ FLOAT32 = {"dtype": "float32", "out_dtype": "float32", "precision": "tf32x3"}
     ("forward", {}, "forward_sm90", []),
     ("forward", FLOAT32, "forward_sm80", ["forward_sm90"]),
     ("forward", {"has_mask": True} | FLOAT32, "forward_sm80", ["forward_sm90"]),
-    ("forward", WIDE | FLOAT64, "forward_wmma", ["forward_sm90", "forward_sm80"]),
+    ("forward", WIDE | FLOAT64, "forward_sm80", ["forward_sm90"]),
     ("backward", {}, "backward_sm90", []),
     ("backward", WIDE, "backward_sm90_wide", ["backward_sm90"]),
     ("backward", FLOAT32, "backward_sm80", ["backward_sm90", "backward_sm90_wide"]),
@@ -86,7 +87,8 @@ def test_a_family_can_be_asked_for(family):
 def test_a_family_that_does_not_serve_is_an_error_that_says_why():
     for gpu, family, changes, words in (
             (HOPPER, "sm90", {"dtype": "float64", "out_dtype": "float64"}, "16 bits"),
-            (H200, "sm90", {}, "sm_90a"), (HOPPER, "sm80", WIDE | FLOAT64, "wide|dims")):
+            (H200, "sm90", {}, "sm_90a"),
+            (replace(HOPPER, smem=99 * 1024), "sm80", WIDEST | FLOAT64, "dims")):
         with pytest.raises(NotImplementedError, match=f"CUPY_FLASH_KERNELS asks for {family}, .*"
                                                       rf"forward.*: .*{words}.*unset it"):
             make_plan("forward", large(**changes), replace(gpu, family=family))

@@ -100,8 +100,8 @@ def run_compiler(flags, *arguments):
 def kernels_with(Br, Bc, warps, registers, hopper, fused):
     """All kernels, with these tiles instead of those of their tables, for problems of any size."""
     changes = {"forward_sm80": {"rows": (registers,) if registers else ()},
-               "backward_sm80": {"rows": (FusedTile(256, *fused, 1, "of a test"),) if fused
-                                  else ()},
+               "backward_sm80": {"rows": (FusedTile(256, *fused[:6], 1, "of a test", *fused[6:]),)
+                                 if fused else ()},
                "forward_sm90": {"rows": (hopper,), "fewest_rows": 1, "many_keys": 10**6}}
     for entry in ("forward_wmma", "dkdv_wmma", "dq_wmma", "dbias_wmma", "normalise"):
         changes[entry] = {"rows": (Tile(Br, Bc, warps, "of a test"),)}
@@ -166,7 +166,8 @@ class Fibers:
     hopper : cuda_forward_sm90.Row or None
         The row of the kernel for sm_90a; without one it does not serve.
     fused : tuple of int
-        Br, Bc, warps, roles, parts and stages of the fused backward kernel; the same without.
+        Br, Bc, warps, roles, parts, stages and, if it is to be, `split_late` of the fused backward
+        kernel; the same without.
     """
 
     def __init__(self, Br=16, Bc=16, warps=2, seed=1, grid=3, sms=1, skip="", fill=NAN_BYTE,
