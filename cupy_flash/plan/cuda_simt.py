@@ -1,0 +1,227 @@
+"""The kernels without tensor cores, for heads so narrow that these would multiply zeros.
+
+A thread owns whole rows (`forward_simt`, `dq_simt`, `normalise_simt`) or whole keys (`dkdv_simt`,
+`dbias_simt`) in registers and walks over the others in shared memory, where one load serves all
+that it owns. float32 is multiplied as it is. Every element has one writer.
+"""
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import NamedTuple
+
+from . import long_sums
+from .kernel import (
+    SCALES,
+    SCORE_ROW,
+    SPLIT_KEYS,
+    Candidate,
+    Offer,
+    Parts,
+    changes_scores,
+    itemsize,
+    total,
+    wanted,
+)
+from .types import LAZY, CudaConfig
+
+WIDEST = 8                  # head dim: beyond it tensor cores are faster
+# Rows that dk and dv are summed over before they move on to sums in memory, where rows are split.
+PIECE = 512
+PADDED = 1.25               # rows or keys that a tile may have for each that there is
+RANGE, PIECE_BYTES = 8, 16  # bytes of KeyRange, and of what one load brings
+
+
+class Tile(NamedTuple):
+    """A row of a table.
+
+    A thread owns `own` rows or keys, of `warps` warps; `walked` keys or rows are in shared memory,
+    and sums of `chunk` of them are added up at a time. `together` of the rows that `dkdv_simt` and
+    `dbias_simt` walk over are in registers at once. It serves up to `columns` of q and v together.
+    `blocks` of it are to run on a multiprocessor.
+    """
+
+    own: int
+    warps: int
+    walked: int
+    chunk: int
+    together: int
+    columns: int
+    blocks: int
+    reason: str
+
+
+FOUR, TWO, ONE = ("each load serves four", "each load serves two", "one of each thread")
+FEW = "; small blocks, for few of them"
+# The first row that is wide enough, has tiles for all multiprocessors and pads little is taken;
+# otherwise the last that is wide enough. Registers decide how many a thread owns.
+ROW_TILES = {
+    "float32": (
+        Tile(4, 4, 256, 8, 1, 8, 4, f"{FOUR} rows"),
+        Tile(4, 4, 128, 4, 1, 16, 3, f"{FOUR} rows"),
+        Tile(1, 2, 128, 8, 1, 16, 8, f"{ONE} row{FEW}"),
+    ),
+    "float64": (
+        Tile(2, 4, 128, 8, 1, 8, 3, f"{TWO} rows"),
+        Tile(2, 4, 128, 4, 1, 16, 2, f"{TWO} rows"),
+        Tile(1, 2, 128, 4, 1, 16, 6, f"{ONE} row{FEW}"),
+    ),
+}
+DQ_TILES = {
+    "float32": (
+        Tile(4, 4, 128, 8, 1, 8, 3, f"{FOUR} rows"),
+        Tile(2, 4, 128, 4, 1, 16, 3, f"{TWO} rows"),
+        Tile(1, 2, 128, 4, 1, 16, 6, f"{ONE} row{FEW}"),
+    ),
+    "float64": (
+        Tile(2, 4, 128, 4, 1, 8, 3, f"{TWO} rows"),
+        Tile(1, 4, 128, 4, 1, 16, 3, f"{ONE} row"),
+        Tile(1, 2, 128, 4, 1, 16, 4, f"{ONE} row{FEW}"),
+    ),
+}
+KEY_TILES = {
+    "float32": (
+        Tile(4, 4, 128, 16, 4, 8, 3, f"{FOUR} keys"),
+        Tile(2, 4, 128, 16, 2, 16, 3, f"{TWO} keys"),
+        Tile(1, 2, 64, 16, 2, 16, 6, f"{ONE} key{FEW}"),
+    ),
+    "float64": (
+        Tile(2, 4, 64, 16, 2, 8, 3, f"{TWO} keys"),
+        Tile(1, 4, 64, 16, 2, 16, 3, f"{ONE} key"),
+        Tile(1, 2, 64, 16, 2, 16, 4, f"{ONE} key{FEW}"),
+    ),
+}
+# `walked` rows are those of a tile of dbias, whose sums lie in shared memory.
+DBIAS_TILES = {
+    "float32": (Tile(1, 4, 64, 1, 4, 16, 2, "a column of dbias of each thread"),),
+    "float64": (Tile(1, 4, 32, 1, 2, 16, 2, "a column of dbias of each thread"),),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class SimtKernel(Candidate):
+    """One of the kernels; `rows` is a table like `ROW_TILES`.
+
+    Attributes
+    ----------
+    owns : {"rows", "keys", "dbias"}
+        What the threads of a block have.
+    """
+
+    owns: str = "rows"
+
+    def best(self, problem, device):
+        """The first row that fits the problem and fills the device, or the last."""
+        p, last = problem, None
+        if p.dtype not in ("float32", "float64"):
+            return "16-bit products are those of tensor cores"
+        if p.precision == "tf32":
+            return "precision 'tf32' asks for operands that are rounded, as tensor cores take them"
+        if max(p.d, p.d_v) > WIDEST:
+            return f"it keeps whole rows in registers, of d and d_v up to {WIDEST}"
+        for tile in self.rows[p.dtype]:
+            if p.d + p.d_v > tile.columns:
+                continue
+            last = tile
+            if self.suits(p, tile, device):
+                break
+        if last is None:
+            return f"no tile for head dims {p.d} and {p.d_v}"
+        config = self.config_of(p, last)
+        tasks = self.count_tasks(p, config)
+        if self.splits_rows and cut_rows(p, tasks, last.blocks, device):
+            config = replace(config, constants=(*config.constants, ("pieces", PIECE)))
+        return Offer(config, smem_bytes(self, config), tasks, last.reason, blocks=last.blocks)
+
+    @property
+    def splits_rows(self):
+        """Whether it can do a part of the rows and leave the rest to other blocks."""
+        return self.entry == "dkdv_simt"
+
+    def suits(self, problem, tile, device):
+        """Whether a tile is not much larger than the problem, and leaves no multiprocessor idle."""
+        p, size = problem, 32 * tile.warps * tile.own
+        owned, walked = p.group * p.Nq, p.Nk
+        if self.owns != "rows":
+            owned, walked = walked, owned
+        tiles = ceil(owned / size)
+        parts = max(1, walked // SPLIT_KEYS)
+        return (tiles * size <= PADDED * owned
+                and p.batch * p.heads_k * tiles * parts >= 2 * device.sms)
+
+    def config_of(self, problem, tile):
+        """What the kernel is compiled for. Head dims are the true ones: no column is padded."""
+        p, size = problem, 32 * tile.warps * tile.own
+        Br, Bc = (size, tile.walked) if self.owns == "rows" else (tile.walked, size)
+        constants = (("chunk", tile.chunk), ("blocks", tile.blocks))
+        options = p.compiled("backward", True)
+        if self.direction == "forward" or self.entry == "normalise_simt":
+            options = p.compiled("forward", True) + p.compiled("forward", False)
+            constants += (("scaled", int(p.has_features
+                                         or not SCALES[0] <= p.scale <= SCALES[1])),)
+        if self.owns != "rows":
+            constants += (("together", tile.together),)
+        if self.entry == "dkdv_simt":
+            constants += (("dbias", int(writes_dbias(p))), *wanted(p))
+        return CudaConfig(p.dtype, None, p.d, p.d_v, Br, Bc, tile.warps, options, LAZY, constants)
+
+    def count_tasks(self, problem, config):
+        """Tiles of packed query rows, of keys, or of dbias."""
+        p = problem
+        if self.owns == "dbias":
+            b, h, n, c = p.bias_shape
+            return b * h * ceil(n / config.Br) * ceil(c / config.Bc)
+        tiles = (ceil(p.group * p.Nq / config.Br) if self.owns == "rows"
+                 else ceil(p.Nk / config.Bc))
+        return p.batch * p.heads_k * tiles
+
+    def parameters(self, problem, launch):
+        """How the keys of dq are split, in whole tiles."""
+        if self.entry != "dq_simt":
+            return {}
+        tiles = ceil(ceil(problem.Nk / launch.splits) / launch.config.Bc)
+        return {"key_splits": launch.splits, "split_keys": tiles * launch.config.Bc}
+
+
+def cut_rows(problem, tasks, blocks, device):
+    """Whether dk and dv are summed in pieces: over many rows, or by more blocks than have keys."""
+    rows = long_sums.rows_of_a_key(problem)
+    return rows > 2 * long_sums.PIECE or (rows > PIECE and 2 * tasks < blocks * device.sms)
+
+
+def writes_dbias(problem):
+    """Whether `dkdv_simt` writes dbias: each score has an element of its own."""
+    p = problem
+    return p.wants_dbias and p.bias_shape == (p.batch, p.heads_q, p.Nq, p.Nk)
+
+
+def smem_bytes(kernel, config):
+    """Dynamic shared memory of a block."""
+    return total(smem_pieces(kernel, config))
+
+
+def smem_pieces(kernel, config):
+    """What a block has in shared memory, in the order of the kernel's tiles."""
+    size, d, d_v, Br, Bc = itemsize(config.element), config.d, config.d_v, config.Br, config.Bc
+    if kernel.owns == "rows":
+        columns = d if kernel.entry == "normalise_simt" else d + d_v
+        return (("K and V", Bc * columns * size),)
+    constants = dict(config.constants)
+    step = max(1, PIECE_BYTES // size // constants["together"])
+    width = ceil((d + d_v + 2) / step) * step
+    row = SCORE_ROW[size] if changes_scores(config) else RANGE
+    pieces = ("Q, dO, lse, delta", Br * width * size), ("rows", Br * row)
+    if kernel.owns == "dbias":
+        return *pieces, ("sums", Br * Bc * size)
+    return (*pieces, ("dbias", Br * 8)) if constants["dbias"] else pieces
+
+
+FORWARD = SimtKernel("forward_simt", "simt/forward.cuh", "ForwardParams", direction="forward",
+                     family="simt", splits=True, rows=ROW_TILES)
+DKDV = SimtKernel("dkdv_simt", "simt/dkdv.cuh", "BackwardParams", direction="backward",
+                  family="simt", rows=KEY_TILES, owns="keys", parts=Parts("dq_simt", "dbias_simt", "normalise_simt"))
+DQ = SimtKernel("dq_simt", "simt/dq.cuh", "DqParams", family="simt", splits=True, rows=DQ_TILES)
+KERNELS = (FORWARD, DKDV, DQ,
+           SimtKernel("dbias_simt", "simt/dbias.cuh", "BackwardParams", family="simt",
+                      rows=DBIAS_TILES, owns="dbias"),
+           SimtKernel("normalise_simt", "simt/normalise.cuh", "BackwardParams", family="simt",
+                      rows=ROW_TILES))
