@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../attention/sums.cuh"
+#include "../ptx/shared.cuh"
 #include "rows.cuh"
 
 namespace cf {
@@ -82,9 +83,11 @@ struct OwnKeys {
     if (dbias[r] != 0 && key < p.Nk) store(dbias[r] + key * p.dbias.c, p.dbias.kind, dS);
   }
 
-  // All rows of the tile, in short sums of a chunk.
+  // All rows of the tile, in short sums of a chunk. If that is the tile, the others are seldom
+  // needed.
   template <bool hides>
   CF_DEVICE void add_tile(KeySums<Config>& sums) const {
+    if constexpr (Config::chunk == Config::Br) ptx::keep_in_memory(sums);
 #pragma unroll 1
     for (int r0 = 0; r0 < Config::Br; r0 += Config::chunk) {
       KeySums<Config> part;

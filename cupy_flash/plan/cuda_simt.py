@@ -37,7 +37,8 @@ class Tile(NamedTuple):
     A thread owns `own` rows or keys, of `warps` warps; `walked` keys or rows are in shared memory,
     and sums of `chunk` of them are added up at a time. `together` of the rows that `dkdv_simt` and
     `dbias_simt` walk over are in registers at once. It serves up to `columns` of q and v together.
-    `blocks` of it are to run on a multiprocessor.
+    `blocks` of it are to run on a multiprocessor, half as many where options need registers;
+    `plain`: it has none to spare for options.
     """
 
     own: int
@@ -48,46 +49,48 @@ class Tile(NamedTuple):
     columns: int
     blocks: int
     reason: str
+    plain: bool = False
 
 
-FOUR, TWO, ONE = ("each load serves four", "each load serves two", "one of each thread")
-FEW = "; small blocks, for few of them"
+FOUR, THREE, TWO = (f"each load serves {n}" for n in ("four", "three", "two"))
+ONE, FEW = "a thread has one", "; small blocks, for few of them"
 # The first row that is wide enough, has tiles for all multiprocessors and pads little is taken;
 # otherwise the last that is wide enough. Registers decide how many a thread owns.
 ROW_TILES = {
     "float32": (
         Tile(4, 4, 256, 8, 1, 8, 4, f"{FOUR} rows"),
-        Tile(4, 4, 128, 4, 1, 16, 3, f"{FOUR} rows"),
+        Tile(3, 4, 128, 4, 1, 16, 3, f"{THREE} rows"),
         Tile(1, 2, 128, 8, 1, 16, 8, f"{ONE} row{FEW}"),
     ),
     "float64": (
-        Tile(2, 4, 128, 8, 1, 8, 3, f"{TWO} rows"),
-        Tile(2, 4, 128, 4, 1, 16, 2, f"{TWO} rows"),
+        Tile(2, 4, 128, 4, 1, 8, 3, f"{TWO} rows"),
+        Tile(2, 4, 128, 4, 1, 16, 2, f"{TWO} rows", plain=True),
         Tile(1, 2, 128, 4, 1, 16, 6, f"{ONE} row{FEW}"),
     ),
 }
 DQ_TILES = {
     "float32": (
-        Tile(4, 4, 128, 8, 1, 8, 3, f"{FOUR} rows"),
+        Tile(4, 4, 128, 8, 1, 8, 4, f"{FOUR} rows"),
         Tile(2, 4, 128, 4, 1, 16, 3, f"{TWO} rows"),
         Tile(1, 2, 128, 4, 1, 16, 6, f"{ONE} row{FEW}"),
     ),
     "float64": (
         Tile(2, 4, 128, 4, 1, 8, 3, f"{TWO} rows"),
-        Tile(1, 4, 128, 4, 1, 16, 3, f"{ONE} row"),
+        Tile(2, 4, 128, 4, 1, 16, 2, f"{TWO} rows", plain=True),
         Tile(1, 2, 128, 4, 1, 16, 4, f"{ONE} row{FEW}"),
     ),
 }
+# In float64 a sum may be as long as a tile: its chunk is.
 KEY_TILES = {
     "float32": (
-        Tile(4, 4, 128, 16, 4, 8, 3, f"{FOUR} keys"),
+        Tile(4, 4, 128, 16, 4, 8, 4, f"{FOUR} keys"),
         Tile(2, 4, 128, 16, 2, 16, 3, f"{TWO} keys"),
         Tile(1, 2, 64, 16, 2, 16, 6, f"{ONE} key{FEW}"),
     ),
     "float64": (
-        Tile(2, 4, 64, 16, 2, 8, 3, f"{TWO} keys"),
-        Tile(1, 4, 64, 16, 2, 16, 3, f"{ONE} key"),
-        Tile(1, 2, 64, 16, 2, 16, 4, f"{ONE} key{FEW}"),
+        Tile(2, 4, 64, 64, 2, 8, 3, f"{TWO} keys"),
+        Tile(2, 4, 64, 64, 1, 16, 2, f"{TWO} keys"),
+        Tile(1, 2, 64, 64, 1, 16, 4, f"{ONE} key{FEW}"),
     ),
 }
 # `walked` rows are those of a tile of dbias, whose sums lie in shared memory.
@@ -119,7 +122,7 @@ class SimtKernel(Candidate):
         if max(p.d, p.d_v) > WIDEST:
             return f"it keeps whole rows in registers, of d and d_v up to {WIDEST}"
         for tile in self.rows[p.dtype]:
-            if p.d + p.d_v > tile.columns:
+            if p.d + p.d_v > tile.columns or (tile.plain and p.has_features):
                 continue
             last = tile
             if self.suits(p, tile, device):
@@ -128,14 +131,10 @@ class SimtKernel(Candidate):
             return f"no tile for head dims {p.d} and {p.d_v}"
         config = self.config_of(p, last)
         tasks = self.count_tasks(p, config)
-        if self.splits_rows and cut_rows(p, tasks, last.blocks, device):
+        blocks = dict(config.constants)["blocks"]
+        if self.entry == "dkdv_simt" and cut_rows(p, tasks, blocks, device):
             config = replace(config, constants=(*config.constants, ("pieces", PIECE)))
-        return Offer(config, smem_bytes(self, config), tasks, last.reason, blocks=last.blocks)
-
-    @property
-    def splits_rows(self):
-        """Whether it can do a part of the rows and leave the rest to other blocks."""
-        return self.entry == "dkdv_simt"
+        return Offer(config, smem_bytes(self, config), tasks, last.reason, blocks=blocks)
 
     def suits(self, problem, tile, device):
         """Whether a tile is not much larger than the problem, and leaves no multiprocessor idle."""
@@ -152,7 +151,8 @@ class SimtKernel(Candidate):
         """What the kernel is compiled for. Head dims are the true ones: no column is padded."""
         p, size = problem, 32 * tile.warps * tile.own
         Br, Bc = (size, tile.walked) if self.owns == "rows" else (tile.walked, size)
-        constants = (("chunk", tile.chunk), ("blocks", tile.blocks))
+        blocks = ceil(tile.blocks / 2) if p.has_features else tile.blocks
+        constants = (("chunk", tile.chunk), ("blocks", blocks))
         options = p.compiled("backward", True)
         if self.direction == "forward" or self.entry == "normalise_simt":
             options = p.compiled("forward", True) + p.compiled("forward", False)
