@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../attention/gradient.cuh"
+#include "../attention/sums.cuh"
 #include "keys.cuh"
 
 namespace cf {
@@ -71,7 +72,7 @@ CF_DEVICE void find_dq(const DqParams& p, const RowTask& task, int64 split,
   constexpr int n = Config::chunk * DqSimtTraits<Config>::width;
   const Scaling<T> scaling = scaling_of<Config>(p);
   GradientRows<Config> own(p, task.rows);
-  T total[R][d] = {};
+  LongSum<T> total[R][d];
   walk_keys<Config, true>(
       p, task, tile,
       [&](int i, const KeyRange& range) {
@@ -84,7 +85,7 @@ CF_DEVICE void find_dq(const DqParams& p, const RowTask& task, int64 split,
         ptx::keep_in_memory(total);
 #pragma unroll
         for (int i = 0; i < R * d; ++i) {
-          total[i / d][i % d] += own.dq[i / d][i % d];
+          total[i / d][i % d].add(own.dq[i / d][i % d]);
           own.dq[i / d][i % d] = T(0);
         }
       });
@@ -96,7 +97,7 @@ CF_DEVICE void find_dq(const DqParams& p, const RowTask& task, int64 split,
     if (r >= count) continue;
     const uint64 row = task.rows.address(to, r);
 #pragma unroll
-    for (int c = 0; c < d; ++c) at<T>(row + c * to.c) = total[i][c] * T(p.scale);
+    for (int c = 0; c < d; ++c) at<T>(row + c * to.c) = total[i][c].value() * T(p.scale);
   }
 }
 

@@ -13,7 +13,7 @@ struct ForwardSimtTraits : KeyTraits<Config, true> {};
 // out and lse of the thread's rows; those that see nothing, and those behind q_lens, become 0.
 template <typename Config, int R, typename T>
 CF_DEVICE void store_sums(const ForwardParams& p, const Rows& rows, int64 split,
-                          const RowSums<T, Config::d_v> (&sums)[R]) {
+                          const LongRowSums<T, Config::d_v> (&sums)[R]) {
   const int count = int(min(p.group * p.Nq - rows.row0, int64(Config::Br)));
   const Tensor out = split_out<T>(p, split);
 #pragma unroll
@@ -22,12 +22,12 @@ CF_DEVICE void store_sums(const ForwardParams& p, const Rows& rows, int64 split,
     if (r >= count) continue;
     const T m = Config::scaled ? sums[i].m : ptx::multiply(T(p.scale), sums[i].m);
     const RowEnd<T> end = finish_row<Config>(p, rows.head0 + rows.packed.head(r), r < rows.rows, m,
-                                             sums[i].l);
+                                             sums[i].l.value());
     store_end(p, rows, r, split, end);
     const uint64 row = rows.address(out, r);
 #pragma unroll
     for (int c = 0; c < Config::d_v; ++c) {
-      at<T>(row + c * out.c) = end.factor != T(0) ? sums[i].acc[c] * end.factor : T(0);
+      at<T>(row + c * out.c) = end.factor != T(0) ? sums[i].acc[c].value() * end.factor : T(0);
     }
   }
 }
@@ -46,7 +46,7 @@ CF_DEVICE void forward_simt(const ForwardParams& p) {
                               Config::Br),
                  at.split * p.split_keys, (at.split + 1) * p.split_keys, Config::Br, at.head_k);
     ptx::keep_in_memory(task);
-    RowSums<T, Config::d_v> sums[R];
+    LongRowSums<T, Config::d_v> sums[R];
     sum_over_keys<Config>(sums, p, task, tile, [&](int j, const KeyRange& range) {
       return open_score_row<Config, T>(p, task.rows, owned<Config>(j), range);
     });

@@ -26,7 +26,7 @@ CF_DEVICE void normalise_rows(const BackwardParams& p, const RowTask& task,
     large = large || needs_sums<Config>(p, rows.head0 + rows.packed.head(r), lse);
   }
   if (!ptx::sync_block_or(large, "some_large")) return;
-  RowSums<T, 0> sums[R];
+  LongRowSums<T, 0> sums[R];
   sum_over_keys<Config>(sums, p, task, tile, [&](int j, const KeyRange& range) {
     return open_score_row<Config, T>(p, rows, owned<Config>(j), range);
   });
@@ -38,7 +38,7 @@ CF_DEVICE void normalise_rows(const BackwardParams& p, const RowTask& task,
     const int64 head = rows.head0 + rows.packed.head(r);
     if (!needs_sums<Config>(p, head, lse)) continue;
     at<Normaliser<T>>(normaliser_address<T>(p, rows, r)) =
-        normaliser_from<Config>(p, head, lse, sums[i].m, sums[i].l);
+        normaliser_from<Config>(p, head, lse, sums[i].m, sums[i].l.value());
   }
 }
 

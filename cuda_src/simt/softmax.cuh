@@ -1,15 +1,16 @@
 // The online softmax of a thread's own rows, by chunks of keys.
 //
 // Sums over keys are short ones of a chunk, which are added to those of a tile, which are added to
-// those of all keys: a chain of 2^17 additions would lose three digits.
+// long sums: a chain of 2^17 additions would lose three digits.
 #pragma once
 
 #include "../attention/softmax.cuh"
+#include "../attention/sums.cuh"
 #include "keys.cuh"
 
 namespace cf {
 
-// m, l and acc of a row over some keys; acc has `values` columns.
+// m, l and acc of a row over the keys of a tile; acc has `values` columns.
 template <typename T, int values>
 struct RowSums {
   T m = lowest<T>(), l = T(0), acc[max(values, 1)] = {};
@@ -64,25 +65,33 @@ struct RowSums {
       acc[c] += part;
     }
   }
+};
 
-  // Adds the sums of a tile, which start anew; m goes on.
-  CF_DEVICE void take(RowSums& tile, T factor) {
-    scale(exp2_of(m - tile.m, factor));
+// The same over all keys.
+template <typename T, int values>
+struct LongRowSums {
+  T m = lowest<T>();
+  LongSum<T> l, acc[max(values, 1)];
+
+  // Adds the sums of a tile, which start anew; their m goes on.
+  CF_DEVICE void take(RowSums<T, values>& tile, T factor) {
+    const T alpha = exp2_of(m - tile.m, factor);
     m = tile.m;
-    l += tile.l;
-    tile.l = T(0);
+    take_one(l, tile.l, alpha);
 #pragma unroll
-    for (int c = 0; c < values; ++c) {
-      acc[c] += tile.acc[c];
-      tile.acc[c] = T(0);
-    }
+    for (int c = 0; c < values; ++c) take_one(acc[c], tile.acc[c], alpha);
+  }
+  static CF_DEVICE void take_one(LongSum<T>& sum, T& part, T alpha) {
+    sum.scale(alpha);
+    sum.add(part);
+    part = T(0);
   }
 };
 
 // The sums of a thread's R rows over all keys of a task. open: see walk_keys.
 template <typename Config, int values, int R, typename T, typename Open>
-CF_DEVICE void sum_over_keys(RowSums<T, values> (&total)[R], const Params& p, const RowTask& task,
-                             T* tile, const Open& open) {
+CF_DEVICE void sum_over_keys(LongRowSums<T, values> (&total)[R], const Params& p,
+                             const RowTask& task, T* tile, const Open& open) {
   constexpr int d = Config::d, n = Config::chunk, width = d + values;
   const T factor = T(Config::scaled ? LOG2_E : p.scale * LOG2_E);
   const Passing<T> passing(factor, T(p.lazy * LOG2_E));

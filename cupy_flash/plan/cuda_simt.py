@@ -132,8 +132,8 @@ class SimtKernel(Candidate):
         config = self.config_of(p, last)
         tasks = self.count_tasks(p, config)
         blocks = dict(config.constants)["blocks"]
-        if self.entry == "dkdv_simt" and cut_rows(p, tasks, blocks, device):
-            config = replace(config, constants=(*config.constants, ("pieces", PIECE)))
+        if self.entry == "dkdv_simt":
+            config = replace(config, constants=config.constants + pieces(p, tasks, blocks, device))
         return Offer(config, smem_bytes(self, config), tasks, last.reason, blocks=blocks)
 
     def suits(self, problem, tile, device):
@@ -182,10 +182,12 @@ class SimtKernel(Candidate):
         return {"key_splits": launch.splits, "split_keys": tiles * launch.config.Bc}
 
 
-def cut_rows(problem, tasks, blocks, device):
-    """Whether dk and dv are summed in pieces: over many rows, or by more blocks than have keys."""
+def pieces(problem, tasks, blocks, device):
+    """The constant of a walk in pieces, for sums over many rows, or to make more blocks."""
     rows = long_sums.rows_of_a_key(problem)
-    return rows > 2 * long_sums.PIECE or (rows > PIECE and 2 * tasks < blocks * device.sms)
+    if rows > PIECE and 2 * tasks < blocks * device.sms:
+        return (("pieces", PIECE),)
+    return (("pieces", long_sums.PIECE),) if rows > 2 * long_sums.PIECE else ()
 
 
 def writes_dbias(problem):
