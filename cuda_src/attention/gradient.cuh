@@ -149,55 +149,51 @@ CF_DEVICE void differentiate(Scores& dP, const Scores& P, const T* delta) {
   }
 }
 
-// lse and delta of a row.
-template <typename T>
-struct StateOfRow {
-  T lse, delta;
-};
-
-// P of some scores, and the gradients of the scores behind the softcap and before it: 0 where a key
-// is hidden, whatever dP is there.
-template <typename T, int n>
-struct Gradients {
-  T P[n], dS[n], dU[n];
-};
-
-// The same from q.k, of which S becomes the scores, and dP. state(x): the `StateOfRow` of element x.
-// hides: whether any key may be hidden from its row.
-template <typename Config, bool hides, typename View, typename Scores, typename T, typename State>
-CF_DEVICE void find_gradients(Gradients<T, View::count>& g, Scores& S, Scores& dP, const View& view,
-                              const Params& p, const Scaling<T>& scaling, const State& state) {
-  T slope[View::count];
-#pragma unroll
-  for (int x = 0; x < View::count; ++x) slope[x] = T(1);
-  finish_scores<Config>(S, view, p, scaling, [&](int x, T by) { slope[x] = by; });
-  if constexpr (hides) hide_keys(S, view, -inf<T>());
-#pragma unroll
-  for (int x = 0; x < View::count; ++x) {
-    const T score = view.at(S, x);
-    const StateOfRow<T> row = state(x);
-    T exponent = score - row.lse;
-    if constexpr (has_large_lse<Config>()) exponent -= view.row(x).log_l;
-    g.P[x] = probability<Config>(exponent);
-    const bool hidden = hides && score == -inf<T>();
-    g.dS[x] = hidden ? T(0) : g.P[x] * (view.at(dP, x) - row.delta);
-    g.dU[x] = g.dS[x] != T(0) ? g.dS[x] * slope[x] : g.dS[x];
-  }
-}
-
-// The same of one score.
+// P of one score, and the gradients of the score behind the softcap and before it: 0 where a key is
+// hidden, whatever dP is there. slope: the derivative of the softcap.
 template <typename T>
 struct Gradient {
   T S, P, dS, dU;
 };
+template <typename Config, bool hides, typename Row, typename T>
+CF_DEVICE Gradient<T> gradient_from(T S, T dP, const Row& row, T lse, T delta, T slope) {
+  T exponent = S - lse;
+  if constexpr (has_large_lse<Config>()) exponent -= row.log_l;
+  const T P = probability<Config>(exponent);
+  const T dS = hides && S == -inf<T>() ? T(0) : P * (dP - delta);
+  return {S, P, dS, dS != T(0) ? dS * slope : dS};
+}
+
+// The same from q.k.
 template <typename Config, typename T>
 CF_DEVICE Gradient<T> gradient_of(const Params& p, const ScoreRow<T>& row,
                                   const Scaling<T>& scaling, T S, T dP, T lse, T delta, int key) {
   const OneScore<T, ScoreRow<T>> view = {row, key};
-  Gradients<T, 1> g;
-  find_gradients<Config, true>(g, S, dP, view, p, scaling,
-                               [&](int) { return StateOfRow<T>{lse, delta}; });
-  return {S, g.P[0], g.dS[0], g.dU[0]};
+  T slope = T(1);
+  finish_scores<Config>(S, view, p, scaling, [&](int, T by) { slope = by; });
+  hide_keys(S, view, -inf<T>());
+  return gradient_from<Config, true>(S, dP, row, lse, delta, slope);
+}
+
+// The same of a view of scores. hides: whether any key may be hidden from its row; state(x): lse
+// and delta of the row of element x.
+template <typename T>
+struct StateOfRow {
+  T lse, delta;
+};
+template <typename Config, bool hides, int n, typename View, typename T, typename State>
+CF_DEVICE void find_gradients(Gradient<T> (&g)[n], T (&S)[n], const T (&dP)[n], const View& view,
+                              const Params& p, const Scaling<T>& scaling, const State& state) {
+  T slope[n];
+#pragma unroll
+  for (int x = 0; x < n; ++x) slope[x] = T(1);
+  finish_scores<Config>(S, view, p, scaling, [&](int x, T by) { slope[x] = by; });
+  if constexpr (hides) hide_keys(S, view, -inf<T>());
+#pragma unroll
+  for (int x = 0; x < n; ++x) {
+    const StateOfRow<T> row = state(x);
+    g[x] = gradient_from<Config, hides>(S[x], dP[x], view.row(x), row.lse, row.delta, slope[x]);
+  }
 }
 
 // With options. q.k -> P, and dP -> dS but for the factor P; both stay 0 where a key is hidden,

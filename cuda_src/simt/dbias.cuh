@@ -46,12 +46,12 @@ struct DbiasTile {
     load_key(v, p.v, head_address(p.v, b, head / p.group), key, key < p.Nk);
 #pragma unroll 1
     for (int r0 = 0; r0 < Br; r0 += n) {
-      T x[n * Traits::width], S[n];
+      T x[n * Traits::width];
       load_pieces(x, t.records + r0 * Traits::width);
-      Gradients<T, n> g;
-      find_key_gradients<Config, true>(g, S, x, t.rows + r0, int(key), k, v, p, scaling);
+      Gradient<T> g[n];
+      find_key_gradients<Config, true>(g, x, t.rows + r0, int(key), k, v, p, scaling);
 #pragma unroll
-      for (int r = 0; r < n; ++r) sums[(r0 + r) * Bc + column] += g.dS[r];
+      for (int r = 0; r < n; ++r) sums[(r0 + r) * Bc + column] += g[r].dS;
     }
   }
 

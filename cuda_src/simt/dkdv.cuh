@@ -57,23 +57,22 @@ struct OwnKeys {
 #pragma unroll
     for (int j = 0; j < K; ++j) {
       const int key = key0 + owned<Config>(j);
-      Gradients<T, n> g;
-      T S[n];
-      find_key_gradients<Config, hides>(g, S, x, t.rows + r0, key, k[j], v[j], p, scaling);
+      Gradient<T> g[n];
+      find_key_gradients<Config, hides>(g, x, t.rows + r0, key, k[j], v[j], p, scaling);
 #pragma unroll
       for (int r = 0; r < n; ++r) {
-        if constexpr (Config::dbias) write_dbias(r0 + r, key, g.dS[r]);
-        if (hides && S[r] == -inf<T>()) continue;
+        if constexpr (Config::dbias) write_dbias(r0 + r, key, g[r].dS);
+        if (hides && g[r].S == -inf<T>()) continue;
         if constexpr (wants<Config>(DV)) {
 #pragma unroll
           for (int c = 0; c < d_v; ++c) {
-            sums.dv[j][c] = fma(g.P[r], x[r * width + d + c], sums.dv[j][c]);
+            sums.dv[j][c] = fma(g[r].P, x[r * width + d + c], sums.dv[j][c]);
           }
         }
         if constexpr (wants<Config>(DK)) {
 #pragma unroll
           for (int c = 0; c < d; ++c) {
-            sums.dk[j][c] = fma(g.dU[r], x[r * width + c], sums.dk[j][c]);
+            sums.dk[j][c] = fma(g[r].dU, x[r * width + c], sums.dk[j][c]);
           }
         }
       }

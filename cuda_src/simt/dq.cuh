@@ -48,14 +48,14 @@ struct GradientRows {
         dP[j] = dot<d_v>(dO[i], x + j * width + d);
       }
       const KeysOfQuery<T, ScoreRow<T>, keys> view = {rows[i], key0};
-      Gradients<T, keys> g;
+      Gradient<T> g[keys];
       find_gradients<Config, hides>(g, S, dP, view, p, scaling, [&](int) { return state[i]; });
 #pragma unroll
       for (int c = 0; c < d; ++c) {
         T part = T(0);
 #pragma unroll
         for (int j = 0; j < keys; ++j) {
-          if (!hides || S[j] != -inf<T>()) part = fma(g.dU[j], x[j * width + c], part);
+          if (!hides || g[j].S != -inf<T>()) part = fma(g[j].dU, x[j * width + c], part);
         }
         dq[i][c] += part;
       }

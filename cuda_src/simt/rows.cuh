@@ -85,14 +85,13 @@ CF_DEVICE void load_key(T (&x)[columns], const Tensor& t, uint64 base, int64 key
   load_row<columns>(x, base + key * t.n, there);
 }
 
-// The gradients of the scores of one key and n rows of a tile, from row r0 on, whose records are x.
-// S becomes the scores.
+// The gradients of the scores of one key and n rows of a tile, whose records are x.
 template <typename Config, bool hides, int n, typename T, int size>
-CF_DEVICE void find_key_gradients(Gradients<T, n>& g, T (&S)[n], const T (&x)[size],
+CF_DEVICE void find_key_gradients(Gradient<T> (&g)[n], const T (&x)[size],
                                   const typename RowTraits<Config>::Row* rows, int key, const T* k,
                                   const T* v, const Params& p, const Scaling<T>& scaling) {
   constexpr int d = Config::d, d_v = Config::d_v, width = RowTraits<Config>::width;
-  T dP[n];
+  T S[n], dP[n];
 #pragma unroll
   for (int r = 0; r < n; ++r) {
     S[r] = dot<d>(x + r * width, k);
