@@ -145,7 +145,8 @@ def _launch_over_keys(kernel, offer, problem, device, tuning):
     """A kernel whose blocks own rows, each for a part of the keys if there are few rows."""
     splits, reason = 1, offer.reason
     if kernel.splits:
-        splits = _splits(problem, offer, device, tuning.split_keys)
+        blocks = kernel.blocks_of(offer.config) * device.sms
+        splits = _splits(problem, offer, blocks, tuning.split_keys)
     if splits > 1:
         reason += f"; {splits} splits of the keys, since {offer.tasks} tiles of rows leave SMs idle"
     return _launch(kernel.entry, offer.config, offer.tasks * splits, splits, offer.smem_bytes,
@@ -166,7 +167,8 @@ def _dq(problem, entry, device, tuning):
 
 def _launch_over_rows(kernel, offer, problem, device):
     """A kernel whose blocks own keys, each for a part of the rows if there are very many."""
-    splits, reason = long_sums.splits(problem, offer, device), offer.reason
+    blocks, reason = kernel.blocks_of(offer.config) * device.sms, offer.reason
+    splits = long_sums.splits(problem, offer, blocks)
     if "pieces" in dict(offer.config.constants):
         reason += (f"; sums over {dict(offer.config.constants)['pieces']} rows at a time, in "
                    f"{splits} splits of the rows")
@@ -217,12 +219,12 @@ def _offer_of(entry, problem, device, tuning):
     return kernel, offer
 
 
-def _splits(problem, offer, device, split_keys):
-    """Parts of the keys: 1, or as many as give every multiprocessor its blocks."""
-    tasks, wanted, Bc = offer.tasks, offer.blocks * device.sms, offer.config.Bc
-    if tasks == 0 or 2 * tasks >= wanted:
+def _splits(problem, offer, blocks, split_keys):
+    """Parts of the keys: 1, or as many as make so many blocks."""
+    tasks, Bc = offer.tasks, offer.config.Bc
+    if tasks == 0 or 2 * tasks >= blocks:
         return 1
-    most = min(wanted // tasks, problem.Nk // split_keys)
+    most = min(blocks // tasks, problem.Nk // split_keys)
     if most <= 1:
         return 1
     tiles = ceil(ceil(problem.Nk / Bc) / most)              # of a split; then no split is empty

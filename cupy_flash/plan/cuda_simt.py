@@ -131,10 +131,14 @@ class SimtKernel(Candidate):
             return f"no tile for head dims {p.d} and {p.d_v}"
         config = self.config_of(p, last)
         tasks = self.count_tasks(p, config)
-        blocks = dict(config.constants)["blocks"]
         if self.entry == "dkdv_simt":
-            config = replace(config, constants=config.constants + pieces(p, tasks, blocks, device))
-        return Offer(config, smem_bytes(self, config), tasks, last.reason, blocks=blocks)
+            cut = pieces(p, tasks, self.blocks_of(config), device)
+            config = replace(config, constants=config.constants + cut)
+        return Offer(config, smem_bytes(self, config), tasks, last.reason)
+
+    def blocks_of(self, config):
+        """As many as there is room for: small ones wait for each other less."""
+        return dict(config.constants)["blocks"]
 
     def suits(self, problem, tile, device):
         """Whether a tile is not much larger than the problem, and leaves no multiprocessor idle."""
@@ -220,7 +224,8 @@ def smem_pieces(kernel, config):
 FORWARD = SimtKernel("forward_simt", "simt/forward.cuh", "ForwardParams", direction="forward",
                      family="simt", splits=True, rows=ROW_TILES)
 DKDV = SimtKernel("dkdv_simt", "simt/dkdv.cuh", "BackwardParams", direction="backward",
-                  family="simt", rows=KEY_TILES, owns="keys", parts=Parts("dq_simt", "dbias_simt", "normalise_simt"))
+                  family="simt", rows=KEY_TILES, owns="keys",
+                  parts=Parts("dq_simt", "dbias_simt", "normalise_simt"))
 DQ = SimtKernel("dq_simt", "simt/dq.cuh", "DqParams", family="simt", splits=True, rows=DQ_TILES)
 KERNELS = (FORWARD, DKDV, DQ,
            SimtKernel("dbias_simt", "simt/dbias.cuh", "BackwardParams", family="simt",

@@ -38,8 +38,6 @@ class Offer(NamedTuple):
         Why with these tiles.
     around : CudaConfig or None
         Of a backward kernel that stands between two small ones: what these are compiled for.
-    blocks : int
-        As many as a multiprocessor is to have are made by splits, where there are too few tasks.
     """
 
     config: CudaConfig
@@ -47,7 +45,6 @@ class Offer(NamedTuple):
     tasks: int
     reason: str
     around: CudaConfig | None = None
-    blocks: int = 2
 
 
 class Box(NamedTuple):
@@ -107,6 +104,9 @@ class Parts(NamedTuple):
     normalise: str = "normalise"
 
 
+PARTS = Parts()
+
+
 @dataclass(frozen=True, eq=False)
 class Candidate(Kernel):
     """A kernel that has a table of tiles, of which a problem gets one or none.
@@ -127,7 +127,7 @@ class Candidate(Kernel):
     family: str = ""
     splits: bool = False
     rows: Any = ()
-    parts: Parts = Parts()
+    parts: Parts = PARTS
 
     def offer(self, problem, device):
         """Whether and how the kernel computes a problem on a device.
@@ -144,6 +144,10 @@ class Candidate(Kernel):
         if self.grid == ONE_TASK and found.tasks > MOST_BLOCKS:
             return Refusal(self.entry, f"{found.tasks:,} tasks are more than a grid has blocks")
         return found
+
+    def blocks_of(self, config):
+        """Blocks for each multiprocessor, of which splits make as many if there are few tasks."""
+        return 2
 
     def best(self, problem, device):
         """The `Offer` of the best row of the table; or why there is none, in words."""
