@@ -12,6 +12,7 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,8 +34,10 @@ KINDS = (("bfloat16", None), ("float16", None), ("float32", "tf32x3"), ("float32
 # Two kinds of a line share tiles: in a test one of them stands for both.
 TWINS = {"float16": "bfloat16", "tf32": "tf32x3"}
 # Head dims (d, d_v), widest first, so that a row is compiled for the widest heads that it serves.
-BIAS = 1, 1, 64, 1          # its shape, of which dbias is not that of the scores
 WIDTHS = ((256, 256), (192, 192), (128, 128), (96, 96), (64, 64), (16, 16))
+# Heads so narrow that other kernels serve them, which have rows of a table for few queries and many.
+NARROW, NARROW_KINDS = ((8, 8), (3, 1)), (("float32", "tf32x3"), ("float64", None))
+FEW, MANY = 64, 65536       # queries or keys
 
 
 class Unit(NamedTuple):
@@ -56,26 +59,35 @@ def device(arch):
     return GpuDevice(0, f"a GPU of sm_{arch}", arch, 132, SMEM[arch] * 1024)
 
 
-@cache
 def all_units(arch):
     """Each row that the planner can choose on an architecture, options off and on, each kind."""
+    return units_of(arch, WIDTHS) | units_of(arch, NARROW)
+
+
+@cache
+def units_of(arch, widths):
+    """The same for some head dims."""
     found = {}
-    for dtype, precision in KINDS:
-        for d, d_v in WIDTHS:
-            # Plain, with all options, and what only a fixed order of sums leads to.
-            for options, deterministic in ((False, False), (True, False), (False, True)):
-                problem = problem_of(
-                    batch=1, heads_q=1, heads_k=1, Nq=64, Nk=65536, d=d, d_v=d_v, dtype=dtype,
-                    out_dtype=dtype, precision=precision, scale=1.0, softcap=5.0 * options,
-                    mask=Mask(), bias_shape=BIAS if options else None, has_mask=options,
-                    has_alibi=options, deterministic=deterministic)
-                for direction in ("forward", "backward"):
-                    for launch in make_plan(direction, problem, device(arch)).launches:
-                        c = launch.config
-                        row = (launch.entry, c.element, c.precision, c.Br, c.Bc, c.warps,
-                               c.options, c.constants)
-                        name, text = unit(launch.entry, c, launch.smem_bytes)
-                        found.setdefault(row, Unit(arch, launch.entry, name, text))
+    kinds, sizes = KINDS, ((FEW, MANY),)
+    if widths is NARROW:
+        kinds, sizes = NARROW_KINDS, ((FEW, MANY), (MANY, MANY))
+    # Plain, with all options, and what only a fixed order of sums leads to.
+    variants = ((False, False), (True, False), (False, True))
+    for (dtype, precision), (d, d_v), (Nq, Nk), (options, deterministic), direction in product(
+            kinds, widths, sizes, variants, ("forward", "backward")):
+        problem = problem_of(
+            batch=1, heads_q=1, heads_k=1, Nq=Nq, Nk=Nk, d=d, d_v=d_v, dtype=dtype,
+            out_dtype=dtype, precision=precision, scale=1.0, softcap=5.0 * options, mask=Mask(),
+            bias_shape=(1, 1, Nq, 1) if options else None, has_mask=options, has_alibi=options,
+            deterministic=deterministic)
+        for launch in make_plan(direction, problem, device(arch)).launches:
+            c = launch.config
+            row = (launch.entry, c.element, c.precision, c.Br, c.Bc, c.warps, c.options,
+                   c.constants)
+            if launch.entry.endswith("_simt"):
+                row = *row, c.d, c.d_v  # which are not padded
+            name, text = unit(launch.entry, c, launch.smem_bytes)
+            found.setdefault(row, Unit(arch, launch.entry, name, text))
     return found
 
 
@@ -86,8 +98,8 @@ def sample():
     architecture gets each kernel.
     """
     candidates = {}
-    for arch in SMEM:
-        for (entry, element, precision, *tile), one in all_units(arch).items():
+    for widths, arch in product((WIDTHS, NARROW), SMEM):
+        for (entry, element, precision, *tile), one in units_of(arch, widths).items():
             family = TWINS.get(precision or element, precision or element)
             candidates.setdefault((entry, family, *tile), []).append(one)
     chosen = [group[i % len(group)] for i, group in enumerate(candidates.values())]

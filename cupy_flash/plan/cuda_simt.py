@@ -58,37 +58,43 @@ ONE, FEW = "a thread has one", "; small blocks, for few of them"
 # otherwise the last that is wide enough. Registers decide how many a thread owns.
 ROW_TILES = {
     "float32": (
-        Tile(4, 4, 256, 8, 1, 8, 4, f"{FOUR} rows"),
+        Tile(4, 4, 256, 8, 1, 6, 4, f"{FOUR} rows"),
+        Tile(4, 4, 256, 8, 1, 8, 3, f"{FOUR} rows"),
         Tile(3, 4, 128, 4, 1, 16, 3, f"{THREE} rows"),
         Tile(1, 2, 128, 8, 1, 16, 8, f"{ONE} row{FEW}"),
     ),
     "float64": (
-        Tile(2, 4, 128, 4, 1, 8, 3, f"{TWO} rows"),
+        Tile(2, 4, 128, 4, 1, 7, 3, f"{TWO} rows"),
         Tile(2, 4, 128, 4, 1, 16, 2, f"{TWO} rows", plain=True),
         Tile(1, 2, 128, 4, 1, 16, 6, f"{ONE} row{FEW}"),
     ),
 }
 DQ_TILES = {
     "float32": (
-        Tile(4, 4, 128, 8, 1, 8, 4, f"{FOUR} rows"),
+        Tile(4, 4, 128, 8, 1, 5, 4, f"{FOUR} rows"),
+        Tile(4, 4, 128, 4, 1, 8, 3, f"{FOUR} rows"),
         Tile(2, 4, 128, 4, 1, 16, 3, f"{TWO} rows"),
         Tile(1, 2, 128, 4, 1, 16, 6, f"{ONE} row{FEW}"),
     ),
     "float64": (
-        Tile(2, 4, 128, 4, 1, 8, 3, f"{TWO} rows"),
-        Tile(2, 4, 128, 4, 1, 16, 2, f"{TWO} rows", plain=True),
+        Tile(2, 4, 128, 4, 1, 7, 3, f"{TWO} rows"),
+        Tile(2, 4, 128, 4, 1, 14, 2, f"{TWO} rows", plain=True),
+        Tile(2, 4, 128, 2, 1, 16, 2, f"{TWO} rows, few keys at a time", plain=True),
         Tile(1, 2, 128, 4, 1, 16, 4, f"{ONE} row{FEW}"),
     ),
 }
 # In float64 a sum may be as long as a tile: its chunk is.
 KEY_TILES = {
     "float32": (
-        Tile(4, 4, 128, 16, 4, 8, 4, f"{FOUR} keys"),
-        Tile(2, 4, 128, 16, 2, 16, 3, f"{TWO} keys"),
+        Tile(4, 4, 128, 16, 4, 5, 3, f"{FOUR} keys"),
+        Tile(4, 4, 128, 16, 2, 6, 3, f"{FOUR} keys"),
+        Tile(4, 4, 128, 16, 1, 8, 3, f"{FOUR} keys"),
+        Tile(2, 4, 128, 16, 1, 16, 3, f"{TWO} keys"),
         Tile(1, 2, 64, 16, 2, 16, 6, f"{ONE} key{FEW}"),
     ),
     "float64": (
-        Tile(2, 4, 64, 64, 2, 8, 3, f"{TWO} keys"),
+        Tile(2, 4, 64, 64, 2, 5, 3, f"{TWO} keys"),
+        Tile(2, 4, 64, 64, 1, 8, 3, f"{TWO} keys"),
         Tile(2, 4, 64, 64, 1, 16, 2, f"{TWO} keys"),
         Tile(1, 2, 64, 64, 1, 16, 4, f"{ONE} key{FEW}"),
     ),
