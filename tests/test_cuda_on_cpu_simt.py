@@ -167,6 +167,11 @@ def test_a_nan_reaches_only_those_that_see_it(kind):
     assert np.isnan(dk[..., :21, :]).all() and np.isfinite(dk[..., 21:, :]).all()
     assert np.isnan(dv[..., :21, :]).all() and np.isfinite(dv[..., 21:, :]).all()
     assert np.isnan(dq[..., 20, :]).all() and np.isfinite(np.delete(dq, 20, axis=-2)).all()
+    x = case("nan", kind, q_lens=(41, 20))      # nor the rows behind q_lens, which are in its tile
+    x.v[..., 9, 0] = np.nan
+    out, _, dq, *_ = run(x)
+    assert (out[1, :, 20:] == 0).all() and (dq[1, :, 20:] == 0).all()
+    assert np.isnan(out[0]).all() and np.isnan(out[1, :, :20]).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,6 +188,16 @@ def test_infinite_biases(kind):
     for row in (5, 9):
         assert np.isnan(out[..., row, :]).all() and not np.isfinite(lse[..., row]).any()
     assert np.isfinite(np.delete(out, (5, 9), axis=-2)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_infinite_values(kind):
+    """An infinity that is seen stays one: what its rounding cut off would be NaN."""
+    x = case("infinite", kind, d_v=2)
+    x.v[..., 9, 0] = np.inf
+    out, lse, *_ = run(x)
+    assert (out[..., 0] == np.inf).all()
+    assert np.isfinite(out[..., 1]).all() and np.isfinite(lse).all()
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0**70, 2.0**-70])

@@ -18,8 +18,9 @@ struct GradientRows {
   T q[R][d], dO[R][d_v], dq[R][d] = {};
   StateOfRow<T> state[R];    // lse is +inf for rows that see no key, so that their P is 0
 
-  // Rows that see no key are zeros: 0 * NaN must not reach dq.
   CF_DEVICE GradientRows(const BackwardParams& p, const Rows& rows) {
+    load_owned<Config>(q, p.q, rows);
+    load_owned<Config>(dO, p.dout, rows);
 #pragma unroll
     for (int i = 0; i < R; ++i) {
       const int r = owned<Config>(i);
@@ -28,9 +29,6 @@ struct GradientRows {
         const uint64 from = row_state<T>(p, rows, r);
         state[i] = {at<const T>(from), at<const T>(from + p.state_rows * int(sizeof(T)))};
       }
-      const bool seen = state[i].lse != inf<T>();
-      load_row<d>(q[i], rows.address(p.q, r), seen);
-      load_row<d_v>(dO[i], rows.address(p.dout, r), seen);
     }
   }
 
@@ -96,8 +94,12 @@ CF_DEVICE void find_dq(const DqParams& p, const RowTask& task, int64 split,
     const int r = owned<Config>(i);
     if (r >= count) continue;
     const uint64 row = task.rows.address(to, r);
+    // A row that sees no key may have met a NaN beside others, which do.
+    const bool seen = own.state[i].lse != inf<T>();
 #pragma unroll
-    for (int c = 0; c < d; ++c) at<T>(row + c * to.c) = total[i][c].value() * T(p.scale);
+    for (int c = 0; c < d; ++c) {
+      at<T>(row + c * to.c) = seen ? total[i][c].value() * T(p.scale) : T(0);
+    }
   }
 }
 

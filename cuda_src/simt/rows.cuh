@@ -41,7 +41,7 @@ struct RowTile {
   using Traits = RowTraits<Config>;
   using T = typename Config::element;
   using Row = typename Traits::Row;
-  T* records;                // [Br, width]; zeros, and lse +inf, for rows that see no key
+  T* records;                // [Br, width]; lse is +inf for rows that see no key
   Row* rows;                 // [Br]
   unsigned char* rest;
 
@@ -64,9 +64,8 @@ struct RowTile {
         state = {at<const T>(from), at<const T>(from + p.state_rows * int(sizeof(T)))};
       }
       T* const record = records + r * Traits::width;
-      const bool seen = state.lse != inf<T>();
-      load_row<d>(record, block.address(p.q, r), seen);
-      load_row<d_v>(record + d, block.address(p.dout, r), seen);
+      load_row<d>(record, block.address(p.q, r), real);
+      load_row<d_v>(record + d, block.address(p.dout, r), real);
       record[d + d_v] = state.lse;
       record[d + d_v + 1] = state.delta;
       const KeyRange range = real ? keys.of_row(block, r) : KeyRange{0, 0};
