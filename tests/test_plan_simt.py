@@ -70,11 +70,11 @@ def test_hopper_has_them_too():
 
 def test_all_parts_of_a_backward_pass_are_theirs():
     """So that scores are the same to the bit in all of them."""
-    p = narrow(batch=200, heads_q=4, heads_k=4, Nq=1000, Nk=3000, bias_shape=(1, 4, 1000, 1))
+    p = narrow(batch=200, heads_q=4, heads_k=4, Nq=500, Nk=3000, bias_shape=(1, 4, 500, 1))
     assert entries("backward", p) == [
         "normalise_simt", "backward_preprocess", "dkdv_simt", "dq_simt", "dbias_simt"]
-    whole = narrow(batch=200, heads_q=4, heads_k=4, Nq=1000, Nk=3000,
-                   bias_shape=(200, 4, 1000, 3000))
+    whole = narrow(batch=200, heads_q=4, heads_k=4, Nq=500, Nk=3000,
+                   bias_shape=(200, 4, 500, 3000))
     assert entries("backward", whole) == [
         "normalise_simt", "backward_preprocess", "dkdv_simt", "dq_simt"]
     wide = problem(bias_shape=(1, 4, 1000, 1), deterministic=True)
@@ -133,16 +133,15 @@ def test_every_shape_fills_the_gpu(Nq, Nk, dtype, _):
 
 
 def test_sums_over_many_rows_are_cut():
-    """Into long pieces where tiles of keys are enough for the GPU, into short ones otherwise."""
+    """Into short pieces, which blocks can share out, and very many into longer ones."""
     def pieces(**changes):
         launches = make_plan("backward", narrow(**changes), H200).launches
         main = next(x for x in launches if x.entry == "dkdv_simt")
         return dict(main.config.constants).get("pieces", 0)
 
-    many = {"batch": 64, "heads_q": 8, "heads_k": 8}
-    assert pieces() == pieces(Nq=600, Nk=100) == cuda_simt.PIECE == 512
-    assert pieces(Nq=500, Nk=100) == 0
-    assert pieces(Nq=4096, **many) == 0 and pieces(Nq=4097, **many) == 2048
+    assert pieces() == pieces(Nq=513, Nk=100) == pieces(Nq=2**16) == cuda_simt.PIECE == 512
+    assert pieces(Nq=512) == 0 and pieces(Nq=2**16 + 1) == 2048
+    assert pieces(heads_q=2, Nq=257) == 512                 # packed rows
     assert pieces(mask=Mask(left=300, right=0)) == 0        # no key is seen by many
 
 

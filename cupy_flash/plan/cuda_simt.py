@@ -5,7 +5,7 @@ A thread owns whole rows (`forward_simt`, `dq_simt`, `normalise_simt`) or whole 
 that it owns. float32 is multiplied as it is. Every element has one writer.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
@@ -24,9 +24,10 @@ from .kernel import (
 )
 from .types import LAZY, CudaConfig
 
-WIDEST = 8                  # head dim: beyond it tensor cores are faster
-# Rows that dk and dv are summed over before they move on to sums in memory, where rows are split.
-PIECE = 512
+WIDEST = 8                  # head dim: half a fragment, and few enough registers
+# Rows that dk and dv are summed over before they move on to sums in memory, where there are more of
+# them: blocks can then have a part of the rows. Of MANY_ROWS there would be many pieces.
+PIECE, MANY_ROWS = 512, 2**16
 PADDED = 1.25               # rows or keys that a tile may have for each that there is
 RANGE, PIECE_BYTES = 8, 16  # bytes of KeyRange, and of what one load brings
 
@@ -54,8 +55,8 @@ class Tile(NamedTuple):
 
 FOUR, THREE, TWO = (f"each load serves {n}" for n in ("four", "three", "two"))
 ONE, FEW = "a thread has one", "; small blocks, for few of them"
-# The first row that is wide enough, has tiles for all multiprocessors and pads little is taken;
-# otherwise the last that is wide enough. Registers decide how many a thread owns.
+# The first row that is wide enough is taken if it has tiles for all multiprocessors and pads
+# little, otherwise the last. Registers decide how many a thread owns.
 ROW_TILES = {
     "float32": (
         Tile(4, 4, 256, 8, 1, 6, 4, f"{FOUR} rows"),
@@ -119,28 +120,21 @@ class SimtKernel(Candidate):
     owns: str = "rows"
 
     def best(self, problem, device):
-        """The first row that fits the problem and fills the device, or the last."""
-        p, last = problem, None
+        """The first row that is wide enough, or the last if that is too large for the problem."""
+        p = problem
         if p.dtype not in ("float32", "float64"):
             return "16-bit products are those of tensor cores"
         if p.precision == "tf32":
             return "precision 'tf32' asks for operands that are rounded, as tensor cores take them"
         if max(p.d, p.d_v) > WIDEST:
             return f"it keeps whole rows in registers, of d and d_v up to {WIDEST}"
-        for tile in self.rows[p.dtype]:
-            if p.d + p.d_v > tile.columns or (tile.plain and p.has_features):
-                continue
-            last = tile
-            if self.suits(p, tile, device):
-                break
-        if last is None:
+        wide = [tile for tile in self.rows[p.dtype]
+                if p.d + p.d_v <= tile.columns and not (tile.plain and p.has_features)]
+        if not wide:
             return f"no tile for head dims {p.d} and {p.d_v}"
-        config = self.config_of(p, last)
-        tasks = self.count_tasks(p, config)
-        if self.entry == "dkdv_simt":
-            cut = pieces(p, tasks, self.blocks_of(config), device)
-            config = replace(config, constants=config.constants + cut)
-        return Offer(config, smem_bytes(self, config), tasks, last.reason)
+        tile = wide[0] if self.suits(p, wide[0], device) else wide[-1]
+        config = self.config_of(p, tile)
+        return Offer(config, smem_bytes(self, config), self.count_tasks(p, config), tile.reason)
 
     def blocks_of(self, config):
         """As many as there is room for: small ones wait for each other less."""
@@ -171,7 +165,7 @@ class SimtKernel(Candidate):
         if self.owns != "rows":
             constants += (("together", tile.together),)
         if self.entry == "dkdv_simt":
-            constants += (("dbias", int(writes_dbias(p))), *wanted(p))
+            constants += (("dbias", int(writes_dbias(p))), *wanted(p), *pieces(p))
         return CudaConfig(p.dtype, None, p.d, p.d_v, Br, Bc, tile.warps, options, LAZY, constants)
 
     def count_tasks(self, problem, config):
@@ -192,12 +186,10 @@ class SimtKernel(Candidate):
         return {"key_splits": launch.splits, "split_keys": tiles * launch.config.Bc}
 
 
-def pieces(problem, tasks, blocks, device):
-    """The constant of a walk in pieces, for sums over many rows, or to make more blocks."""
+def pieces(problem):
+    """The constant of a walk in pieces, if there is more than one."""
     rows = long_sums.rows_of_a_key(problem)
-    if rows > PIECE and 2 * tasks < blocks * device.sms:
-        return (("pieces", PIECE),)
-    return (("pieces", long_sums.PIECE),) if rows > 2 * long_sums.PIECE else ()
+    return (("pieces", PIECE if rows <= MANY_ROWS else long_sums.PIECE),) if rows > PIECE else ()
 
 
 def writes_dbias(problem):
