@@ -36,7 +36,8 @@ TWINS = {"float16": "bfloat16", "tf32": "tf32x3"}
 # Head dims (d, d_v), widest first, so that a row is compiled for the widest heads that it serves.
 WIDTHS = ((256, 256), (192, 192), (128, 128), (96, 96), (64, 64), (16, 16))
 # Heads so narrow that other kernels serve them, with rows of a table for few queries and for many.
-NARROW, NARROW_KINDS = ((8, 8), (3, 1)), (("float32", "tf32x3"), ("float64", None))
+NARROW = ((8, 8), (7, 7), (5, 3), (4, 2), (3, 1))
+NARROW_KINDS = ("float32", "tf32x3"), ("float64", None)
 FEW, MANY = 64, 65536       # queries or keys
 
 

@@ -213,10 +213,10 @@ def smem_pieces(kernel, config):
     step = max(1, PIECE_BYTES // size // constants["together"])
     width = ceil((d + d_v + 2) / step) * step
     row = SCORE_ROW[size] if changes_scores(config) else RANGE
-    pieces = ("Q, dO, lse, delta", Br * width * size), ("rows", Br * row)
+    tile = ("Q, dO, lse, delta", Br * width * size), ("rows", Br * row)
     if kernel.owns == "dbias":
-        return *pieces, ("sums", Br * Bc * size)
-    return (*pieces, ("dbias", Br * 8)) if constants["dbias"] else pieces
+        return *tile, ("sums", Br * Bc * size)
+    return (*tile, ("dbias", Br * 8)) if constants["dbias"] else tile
 
 
 FORWARD = SimtKernel("forward_simt", "simt/forward.cuh", "ForwardParams", direction="forward",
