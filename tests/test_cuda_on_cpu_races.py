@@ -14,7 +14,7 @@ from cuda_on_cpu.harness import KernelError
 from cuda_on_cpu.races import Watched
 
 import cupy_flash as cf
-from cupy_flash.plan import cuda_forward_sm90
+from cupy_flash.plan import cuda_forward_sm90, cuda_simt
 from cupy_flash.plan.cuda_forward_sm80 import Row
 
 pytestmark = pytest.mark.skipif(not races.AVAILABLE, reason="needs g++ on Linux")
@@ -97,7 +97,7 @@ class Form(NamedTuple):
         """Its races, what it returns (None if it did not come to its end), and its barriers."""
         x = problem(**self.case)
         fibers = Watched(grid=1, **self.options, **options)
-        fibers.only = {self.entry, "normalise", "backward_preprocess"}
+        fibers.only = {self.entry, "normalise", "normalise_simt", "backward_preprocess"}
         if self.entry == "dbias_sum":
             fibers.only.add("backward_sm80")
         try:
@@ -134,6 +134,11 @@ def fused(kind, *tile, **case):
 
 def general(entry, **case):
     return Form(entry, {"kind": "bfloat16", "mask": "dense", "bias": "1hqk", **case}, {})
+
+
+def simt(entry, kind="tf32x3", **case):
+    tile = cuda_simt.Tile(1, 2, 32, 8, 2, 16, 2, "of a test")
+    return Form(entry, {"kind": kind, "d": 3, "d_v": 1, **case}, {"simt": tile})
 
 
 def hopper(*tile, **case):
@@ -194,6 +199,12 @@ FORMS = {
     "dq": general("dq_wmma"),
     "dbias_wmma": general("dbias_wmma"),
     "normalise": general("normalise", bias_scale=1e5),
+    "forward, narrow": simt("forward_simt"),
+    "dkdv, narrow": simt("dkdv_simt"),
+    "dkdv, narrow, dbias": simt("dkdv_simt", "float64", bias="bhqk"),
+    "dq, narrow": simt("dq_simt", mask="dense"),
+    "dbias, narrow": simt("dbias_simt", bias="1hq1"),
+    "normalise, narrow": simt("normalise_simt", bias="1hq1", bias_scale=1e5),
     "two consumers": hopper(128, 32, Nk=140, kv_lens=(140, 70)),
     "holes": hopper(128, 32, Nk=140, kv_lens=(140, 70), mask="dense", bias="1hqk"),
     "backward": backward(d=64, d_v=56),
