@@ -75,14 +75,14 @@ def all_units(arch):
 def units_of(arch, widths, sums_dbias=False):
     """The same for some head dims; of those that sum dbias, kernels with a part in that."""
     found = {}
-    kinds, sizes = KINDS, ((FEW, MANY),)
+    kinds, sizes, batch = KINDS, ((FEW, MANY),), 2
     if widths is NARROW:
-        kinds, sizes = NARROW_KINDS, ((FEW, MANY), (MANY, MANY))
+        kinds, sizes, batch = NARROW_KINDS, ((FEW, MANY), (MANY, MANY)), 1
     for (dtype, precision), (d, d_v), (Nq, Nk), chosen, direction in product(
             kinds, widths, sizes, SUMS_OF_DBIAS if sums_dbias else OPTIONS,
             ("forward", "backward")):
         problem = problem_of(**{
-            "batch": 2, "heads_q": 1, "heads_k": 1, "Nq": Nq, "Nk": Nk, "d": d, "d_v": d_v,
+            "batch": batch, "heads_q": 1, "heads_k": 1, "Nq": Nq, "Nk": Nk, "d": d, "d_v": d_v,
             "dtype": dtype, "out_dtype": dtype, "precision": precision, "scale": 1.0,
             "softcap": 0.0, "mask": Mask(), **chosen})
         for launch in make_plan(direction, problem, device(arch)).launches:
