@@ -165,5 +165,13 @@ def test_a_gpu_launches_nothing_for_the_rest(launches, wrt):
     assert [name for name in ("dq", "dk", "dv", "dbias") if getattr(g, name) is not None] == [
         f"d{name}" for name in wrt]
     names = " ".join(launches.names)
-    assert ("postprocess" in names) == ("q" in wrt) and ("dbias_wmma" in names) == ("bias" in wrt)
-    assert ("backward_sm80" in names) == (wrt != ("bias",))
+    assert ("postprocess" in names) == ("q" in wrt) and ("dbias_sum" in names) == ("bias" in wrt)
+    assert "backward_sm80" in names and "dbias_wmma" not in names
+
+
+def test_a_dbias_that_has_a_kernel_of_its_own_launches_no_other(launches):
+    x, lse = fake(np.zeros((2, 3, 5, 16), np.float16)), fake(np.zeros((2, 3, 5), np.float32))
+    cf.attention_backward(x, x, x, x, x, lse, wrt=("bias",), softcap=5.0,
+                          bias=fake(np.zeros((3, 5, 1), np.float16)))
+    names = " ".join(launches.names)
+    assert "dbias_wmma" in names and "backward_sm80" not in names
