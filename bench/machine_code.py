@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
+from dataclasses import replace
+from itertools import chain, product
 from pathlib import Path
 
 from . import RESULTS, ROOT
@@ -157,6 +158,9 @@ def units(arch):
         special = {"wgmma": True}
     device = GpuDevice(0, f"a GPU of sm_{arch}", int(arch[:2]), 132, ARCHITECTURES[arch] * 1024,
                        **special)
+    devices = [device]
+    if not special and "family" in GpuDevice.__dataclass_fields__:
+        devices.append(replace(device, family="wmma"))      # which seldom comes first
     known = units("80") if special else {}
     found = {}
     for (dtype, precision), (d, d_v), options, size, direction in product(
@@ -165,7 +169,8 @@ def units(arch):
             "heads_q": 1, "heads_k": 1, "d": d, "d_v": d_v, "dtype": dtype, "out_dtype": dtype,
             "precision": precision, "scale": 1.0, "softcap": 0.0, "mask": Mask(), **size,
             **options})
-        for launch in make_plan(direction, problem, device).launches:
+        for launch in chain.from_iterable(make_plan(direction, problem, one).launches
+                                          for one in devices):
             name, text = unit(launch.entry, launch.config, launch.smem_bytes)
             if name not in known:
                 found[name] = text

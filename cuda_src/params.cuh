@@ -58,4 +58,10 @@ struct BackwardParams : Params {
   uint64 dbias_sums;                 // see attention/dbias_sums.cuh, or absent
 };
 
+// Of kernels that leave dq of a part of the keys to each of some splits.
+struct DqParams : BackwardParams {
+  int64 key_splits, split_keys;      // as in ForwardParams
+  uint64 dq_parts;                   // [key_splits, batch, heads_q, Nq, d]
+};
+
 }  // namespace cf

@@ -49,7 +49,8 @@ def pretended_gpu(monkeypatch, gpu=H200):
         def run(grid, block, arguments, shared):
             (argument,) = arguments
             dtype = structs()[kernel_named(name).params]
-            records.append((name, grid, block, np.array(argument.words).view(dtype)[0], shared))
+            words = np.array(argument.words)[:dtype.itemsize // 8]      # what the kernel takes
+            records.append((name, grid, block, words.view(dtype)[0], shared))
         return run
 
     monkeypatch.setattr(cupy.cuda, "alloc", fake_alloc)

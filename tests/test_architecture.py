@@ -38,7 +38,7 @@ OPTIONAL = {"ml_dtypes", "matplotlib", "sklearn", "threadpoolctl"}
 # The same for the CUDA sources, files and folders: an include goes down, or stays in its folder. So
 # the families of kernels never include each other, and what attention means knows none of them.
 CUDA_LAYERS = (
-    ("wmma", "sm80", "sm90", "rows"),
+    ("wmma", "sm80", "sm90", "simt", "rows"),
     ("attention",),
     ("view",),
     ("memory.cuh",),

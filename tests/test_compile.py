@@ -1,11 +1,13 @@
 """The CUDA kernels under NVRTC, for every architecture, without a GPU."""
 
 import json
+import re
 
 import nvrtc
 import pytest
 import units
 
+from cupy_flash.plan import cuda_simt
 from cupy_flash.plan.cuda_wmma import KERNELS
 
 MORE_REGISTERS = 8
@@ -71,6 +73,28 @@ def test_the_sample_has_every_row_and_every_architecture():
     names = [one.name for one in sample]
     assert all(any(tile in name for name in names) for tile in tiles)
     assert any("_mask_bias_alibi_softcap" in name for name in names)
+
+
+@pytest.mark.parametrize("kernel", (cuda_simt.FORWARD, cuda_simt.DQ, cuda_simt.DKDV),
+                         ids=lambda kernel: kernel.entry)
+def test_the_sample_has_every_row_for_narrow_heads(kernel):
+    names = [one.name for one in units.sample() if one.entry == kernel.entry]
+    for dtype, rows in kernel.rows.items():
+        for row in rows:
+            sizes = 32 * row.warps * row.own, row.walked
+            tile = "x".join(map(str, sizes if kernel.owns == "rows" else sizes[::-1]))
+            together = f"_together{row.together}" if kernel.owns == "keys" else ""
+            wanted = re.compile(rf"{kernel.entry}_{dtype}_\w*_{tile}_chunk{row.chunk}"
+                                rf"_blocks{row.blocks}(_scaled\d)?{together}")
+            assert any(wanted.match(name) for name in names), wanted.pattern
+
+
+def test_kernels_for_narrow_heads_spill_nothing():
+    """Whole rows in registers are all that they have."""
+    table = json.loads(units.TABLE.read_text())["units"]
+    found = {key: found for key, found in table.items() if "_simt_" in key}
+    assert len(found) > 100
+    assert {key for key, one in found.items() if one["spill_stores"] or one["spill_loads"]} == set()
 
 
 def test_the_table_is_up_to_date(table):

@@ -64,7 +64,8 @@ def test_pieces(name, kind, short_pieces):
 def test_forward_sums_leave_the_tensor_cores(kind, short_pieces):
     x = inputs(Case("long", Nq=40, Nk=300, d=32, d_v=32, Hq=1, Hk=1, dtype=kind, data="mean1"))
     out, lse, *_ = on_cpu(x)
-    for registers in ((), Row(32, 16, 2, 256, "of a test")):
+    for registers in ((), Row(32, 16, 2, 256, "of a test"),
+                      Row(32, 32, 4, 256, "of a test", pairs=True)):
         got = Fibers(registers=registers, Br=32, Bc=32, warps=4).forward(
             x.q, x.k, x.v, out_dtype=np.float32, **x.options)
         assert_same(kind, kind, got, (out, lse))

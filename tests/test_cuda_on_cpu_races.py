@@ -14,7 +14,7 @@ from cuda_on_cpu.harness import KernelError
 from cuda_on_cpu.races import Watched
 
 import cupy_flash as cf
-from cupy_flash.plan import cuda_forward_sm90
+from cupy_flash.plan import cuda_forward_sm90, cuda_simt
 from cupy_flash.plan.cuda_forward_sm80 import Row
 
 pytestmark = pytest.mark.skipif(not races.AVAILABLE, reason="needs g++ on Linux")
@@ -97,7 +97,7 @@ class Form(NamedTuple):
         """Its races, what it returns (None if it did not come to its end), and its barriers."""
         x = problem(**self.case)
         fibers = Watched(grid=1, **self.options, **options)
-        fibers.only = {self.entry, "normalise", "backward_preprocess"}
+        fibers.only = {self.entry, "normalise", "normalise_simt", "backward_preprocess"}
         if self.entry == "dbias_sum":
             fibers.only.add("backward_sm80")
         try:
@@ -136,6 +136,11 @@ def general(entry, **case):
     return Form(entry, {"kind": "bfloat16", "mask": "dense", "bias": "1hqk", **case}, {})
 
 
+def simt(entry, kind="tf32x3", **case):
+    tile = cuda_simt.Tile(1, 2, 32, 8, 2, 16, 2, "of a test")
+    return Form(entry, {"kind": kind, "d": 3, "d_v": 1, **case}, {"simt": tile})
+
+
 def hopper(*tile, **case):
     tile = cuda_forward_sm90.Row(*tile, 256, 256, "of a test")
     return Form("forward_sm90", {"kind": "bfloat16", "d": 32, "d_v": 40, "Nq": 300, "Hk": 2,
@@ -166,25 +171,40 @@ FORMS = {
     "Q in registers": registers("float16", 64, 32, 4, keep_Q=True),
     "Q split, one loop": registers("tf32x3", 32, 16, 2, split_Q=True, together=True),
     "pairs": registers("bfloat16", 32, 32, 4, pairs=True, d_v=64),
+    "pairs, float64": registers("float64", 32, 32, 4, pairs=True, d_v=64),
+    "pairs, one has scores": registers("float64", 32, 16, 4, pairs=True, d_v=64),
     "roles": fused("bfloat16", 32, 32, 4, 2, 1, 2),
     "roles and parts, a stage": fused("float16", 32, 32, 4, 2, 2, 1),
     "parts": fused("float16", 32, 32, 4, 1, 2, 2, d=20, d_v=35),
     "TF32, a stage": fused("tf32", 32, 32, 2, 1, 1, 1),
+    "parts, TF32": fused("tf32", 32, 32, 4, 1, 2, 1),
+    "roles and parts, 3xTF32": fused("tf32x3", 32, 32, 8, 2, 2, 2, True),
+    "one has scores, TF32": fused("tf32", 16, 16, 4, 2, 2, 1),
     "float64": fused("float64", 32, 32, 4, 1, 2, 1),
+    "roles, float64": fused("float64", 32, 16, 4, 2, 2, 1),
+    "roles, float64, one has scores": fused("float64", 16, 32, 8, 2, 2, 1),
     "features": fused("bfloat16", 32, 32, 2, 1, 1, 2, **FEATURES),
     "features, parts": fused("float16", 32, 32, 4, 1, 2, 1, **FEATURES),
     "features, TF32, a stage": fused("tf32", 32, 32, 2, 1, 1, 1, **FEATURES),
+    "features, parts, 3xTF32": fused("tf32x3", 32, 32, 4, 1, 2, 1, True, **FEATURES),
     "features, float64": fused("float64", 32, 32, 4, 1, 2, 1, **FEATURES),
     "dbias added": fused("bfloat16", 32, 32, 2, 1, 1, 2, bias="11qk"),
     "dbias over rows, parts": fused("float16", 32, 32, 4, 1, 2, 1, bias="111k"),
     "dbias over rows, float64": fused("float64", 32, 32, 4, 1, 2, 1, bias="b11k"),
     "dbias over keys": fused("tf32", 32, 32, 2, 1, 1, 1, bias="1hq1"),
     "sums of dbias": fused("tf32", 32, 32, 2, 1, 1, 1, bias="1h11")._replace(entry="dbias_sum"),
+    "features, float64, one has scores": fused("float64", 16, 16, 4, 1, 4, 1, **FEATURES),
     "forward_wmma": general("forward_wmma"),
     "dkdv": general("dkdv_wmma"),
     "dq": general("dq_wmma"),
     "dbias_wmma": general("dbias_wmma"),
     "normalise": general("normalise", bias_scale=1e5),
+    "forward, narrow": simt("forward_simt"),
+    "dkdv, narrow": simt("dkdv_simt"),
+    "dkdv, narrow, dbias": simt("dkdv_simt", "float64", bias="bhqk"),
+    "dq, narrow": simt("dq_simt", mask="dense"),
+    "dbias, narrow": simt("dbias_simt", bias="1hq1"),
+    "normalise, narrow": simt("normalise_simt", bias="1hq1", bias_scale=1e5),
     "two consumers": hopper(128, 32, Nk=140, kv_lens=(140, 70)),
     "holes": hopper(128, 32, Nk=140, kv_lens=(140, 70), mask="dense", bias="1hqk"),
     "backward": backward(d=64, d_v=56),

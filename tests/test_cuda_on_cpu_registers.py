@@ -27,12 +27,14 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler o
 
 # Waits and barriers of the kernel.
 WAITS = {"Q_copied", "Q_ready", "K_copied", "K_ready", "V_copied", "V_ready", "V_ready_and_moves",
-         "other_part_said", "other_P_written", "half_staged", "half_stored", "rows_staged",
-         "memory_free"}
+         "other_part_said", "other_P_written", "P_written", "half_staged", "half_stored",
+         "rows_staged", "memory_free"}
 # Two warps of 16 rows each; a fragment of keys.
 SMALL = Row(32, 16, 2, 256, "of a test")
 # Two warps on each 16 rows.
 PAIRS = Row(32, 32, 4, 256, "of a test", pairs=True)
+# One of the two has all scores of a fragment of keys.
+NARROW_PAIRS = PAIRS._replace(Bc=16)
 TABLE = [x for x in (*FEATURES, *SINK) if not x.label[1:2].isdigit()]
 
 
@@ -59,12 +61,13 @@ def test_table(feature, kind):
     check(feature.label, kind, inputs(small(feature, kind)))
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind, row", [("float16", PAIRS), ("bfloat16", PAIRS),
+                                       ("float64", PAIRS), ("float64", NARROW_PAIRS)], ids=str)
 @pytest.mark.parametrize("feature", TABLE, ids=lambda feature: feature.label)
-def test_pairs(feature, kind):
+def test_pairs(feature, kind, row):
     """Two warps share rows: late maxima and hidden halves of tiles reach both."""
     x = inputs(replace(small(feature, kind), d_v=50))
-    check(feature.label, kind, x, PAIRS)
+    check(feature.label, kind, x, row)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16"])
@@ -142,6 +145,10 @@ def test_keys_far_below_the_largest_have_no_weight(kind):
     ("float64", Row(64, 32, 4, 256, "", keep_Q=True), 17, 48),
     ("float64", Row(64, 48, 4, 64, ""), 40, 61),
     ("float64", Row(128, 32, 8, 128, "", blocks=1), 112, 112),
+    ("float64", Row(64, 32, 8, 192, "", blocks=1, pairs=True), 192, 170),
+    ("float64", Row(64, 16, 8, 256, "", blocks=1, pairs=True), 200, 200),
+    ("float64", Row(32, 16, 4, 256, "", blocks=1, pairs=True), 256, 256),
+    ("float64", Row(16, 16, 2, 256, "", blocks=1, pairs=True), 33, 7),
 ], ids=str)
 def test_tiles(kind, row, d, d_v):
     """One to three fragments of rows a warp, d and d_v of any width, more rows than there are."""
@@ -224,7 +231,8 @@ def test_hidden_values_do_not_matter(kind, how):
             assert_bit_equal(f"{value} {name}", a, b)
 
 
-@pytest.mark.parametrize("kind, row", [*((kind, SMALL) for kind in KINDS), ("bfloat16", PAIRS)])
+@pytest.mark.parametrize("kind, row", [
+    *((kind, SMALL) for kind in KINDS), ("bfloat16", PAIRS), ("float64", NARROW_PAIRS)])
 def test_a_row_beside_the_lowest_bias_is_the_mean_of_its_values(kind, row):
     """All its scores are about the number that stands for no reference, or beyond it."""
     dtype, precision = KINDS[kind]
@@ -303,6 +311,7 @@ def test_offsets_beyond_32_bits():
 KEEPING = SMALL._replace(keep_Q=True)
 # Kind, tiles, and dtype of the results.
 FAULTY = (("bfloat16", KEEPING, None), ("float16", PAIRS, None), ("tf32", SMALL, None),
+          ("float64", NARROW_PAIRS, None),
           ("tf32x3", SMALL._replace(split_Q=True, together=True), None),
           ("float16", SMALL, np.float32))
 

@@ -17,6 +17,7 @@ CANDIDATES = [kernel for kernel in KERNELS if kernel.direction]
 # Which kernel of a family computes a pass.
 FAMILIES = {"sm90": ("forward_sm90", "backward_sm90"),
             "sm80": ("forward_sm80", "backward_sm80"),
+            "simt": ("forward_simt", "dkdv_simt"),
             "wmma": ("forward_wmma", "dkdv_wmma")}
 
 
@@ -39,20 +40,24 @@ def test_a_record_is_complete():
 
 
 WIDE, DETERMINISTIC = {"d": 200, "d_v": 200}, {"deterministic": True}
+WIDEST = {"d": 256, "d_v": 256}
+NARROW = {"d": 3, "d_v": 1}
 FLOAT64 = {"dtype": "float64", "out_dtype": "float64"}
 FLOAT32 = {"dtype": "float32", "out_dtype": "float32", "precision": "tf32x3"}
 
 
 @pytest.mark.parametrize("direction, changes, entry, refused", [
     ("forward", {}, "forward_sm90", []),
-    ("forward", FLOAT32, "forward_sm80", ["forward_sm90"]),
-    ("forward", {"has_mask": True} | FLOAT32, "forward_sm80", ["forward_sm90"]),
-    ("forward", WIDE | FLOAT64, "forward_wmma", ["forward_sm90", "forward_sm80"]),
+    ("forward", FLOAT32, "forward_sm80", ["forward_sm90", "forward_simt"]),
+    ("forward", {"has_mask": True} | FLOAT32, "forward_sm80", ["forward_sm90", "forward_simt"]),
+    ("forward", NARROW | FLOAT32, "forward_simt", ["forward_sm90"]),
+    ("forward", WIDE | FLOAT64, "forward_sm80", ["forward_sm90", "forward_simt"]),
     ("backward", {}, "backward_sm90", []),
     ("backward", WIDE, "backward_sm90_wide", ["backward_sm90"]),
-    ("backward", FLOAT32, "backward_sm80", ["backward_sm90", "backward_sm90_wide"]),
+    ("backward", FLOAT32, "backward_sm80", ["backward_sm90", "backward_sm90_wide", "dkdv_simt"]),
+    ("backward", NARROW | FLOAT64, "dkdv_simt", ["backward_sm90", "backward_sm90_wide"]),
     ("backward", DETERMINISTIC, "dkdv_wmma",
-     ["backward_sm90", "backward_sm90_wide", "backward_sm80"]),
+     ["backward_sm90", "backward_sm90_wide", "dkdv_simt", "backward_sm80"]),
 ], ids=str)
 def test_a_plan_takes_the_first_that_offers_and_carries_the_refusals(direction, changes, entry,
                                                                      refused):
@@ -70,15 +75,17 @@ def test_the_order_of_preference_can_be_another():
 
 def test_equal_refusals_are_one_line():
     text = str(make_plan("backward", large(), H200))
-    line, = (line for line in text.splitlines() if line.startswith("  not "))
-    assert line.startswith("  not backward_sm90, backward_sm90_wide: it needs sm_90a")
+    first, *others = (line for line in text.splitlines() if line.startswith("  not "))
+    assert first.startswith("  not backward_sm90, backward_sm90_wide: it needs sm_90a")
+    assert [line.split(":")[0] for line in others] == ["  not dkdv_simt"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_can_be_asked_for(family):
     gpu = replace(HOPPER, family=family)
+    changes = NARROW | FLOAT32 if family == "simt" else {}
     for direction, entry in zip(("forward", "backward"), FAMILIES[family], strict=True):
-        plan = make_plan(direction, large(), gpu)
+        plan = make_plan(direction, large(**changes), gpu)
         assert entry in [launch.entry for launch in plan.launches] and plan.refusals == ()
         assert f"CUPY_FLASH_KERNELS={family}" in str(plan)
 
@@ -86,7 +93,9 @@ def test_a_family_can_be_asked_for(family):
 def test_a_family_that_does_not_serve_is_an_error_that_says_why():
     for gpu, family, changes, words in (
             (HOPPER, "sm90", {"dtype": "float64", "out_dtype": "float64"}, "16 bits"),
-            (H200, "sm90", {}, "sm_90a"), (HOPPER, "sm80", WIDE | FLOAT64, "wide|dims")):
+            (H200, "sm90", {}, "sm_90a"),
+            (replace(HOPPER, smem=99 * 1024), "sm80", WIDEST | FLOAT64, "dims"),
+            (H200, "simt", FLOAT64, "up to 8"), (H200, "simt", NARROW, "16-bit")):
         with pytest.raises(NotImplementedError, match=f"CUPY_FLASH_KERNELS asks for {family}, .*"
                                                       rf"forward.*: .*{words}.*unset it"):
             make_plan("forward", large(**changes), replace(gpu, family=family))
@@ -94,7 +103,7 @@ def test_a_family_that_does_not_serve_is_an_error_that_says_why():
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_family_that_there_is_not_is_an_error(direction):
-    with pytest.raises(ValueError, match=r"CUPY_FLASH_KERNELS is 'sm70'.*one of sm80, sm90, wmma"):
+    with pytest.raises(ValueError, match=r"is 'sm70'.*one of simt, sm80, sm90, wmma"):
         make_plan(direction, large(), replace(H200, family="sm70"))
 
 

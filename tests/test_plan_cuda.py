@@ -1,6 +1,7 @@
 """Plans for GPUs: pure functions of a problem and a device, checked without either."""
 
 from dataclasses import replace
+from itertools import product
 from math import ceil
 
 import pytest
@@ -86,22 +87,23 @@ def test_each_row_of_the_table_can_be_chosen():
 @pytest.mark.parametrize("kib", [99, 163, 227])
 @pytest.mark.parametrize("dtype, precision", DTYPES)
 def test_forward_stays_in_registers_where_a_row_serves(dtype, precision, kib):
-    """Up to d = 256, in float64 up to 128, and never beyond what a block can have."""
+    """Up to d = 256, in float64 not in 99 KiB, and never beyond what a block can have."""
     device = replace(H200, smem=kib * 1024)
-    widest = 128 if dtype == "float64" else 256
     for d in range(1, 257):
         for d_v in {d, 1, 256}:
             p = problem(d=d, d_v=d_v, dtype=dtype, precision=precision)
             offer = cuda_forward_sm80.FORWARD.offer(p, device)
-            if max(d, d_v) > widest:
-                assert f"{d} and {d_v}" in offer.reason and isinstance(offer, Refusal)
-            elif isinstance(offer, Refusal):
-                assert dtype == "float64" and kib == 99 and max(d, d_v) > 64
+            if isinstance(offer, Refusal):
+                assert dtype == "float64" and kib == 99 and d > 224 and d_v > 192
+                assert f"{d} and {d_v}" in offer.reason
             else:
                 config, smem, _, reason, _ = offer
                 assert smem == cuda_forward_sm80.smem_bytes(config) <= device.smem and reason
-                assert d <= config.d < d + 16 and d_v <= config.d_v < d_v + 16
-                assert config.Br % (16 * config.warps) == config.Bc % 16 == 0
+                parts = 1 + dict(config.constants)["pairs"]
+                assert d <= config.d < d + 16
+                assert d_v <= config.d_v < d_v + 16 * (parts if dtype == "float64" else 1)
+                assert config.Br * parts % (16 * config.warps) == config.Bc % 16 == 0
+                assert config.d_v % (16 * parts) == 0
 
 
 def test_each_row_in_registers_can_be_chosen():
@@ -128,9 +130,10 @@ def test_scores_are_finished_before_the_softmax_where_they_are_more_than_product
 
 
 def test_the_general_kernel_serves_the_rest_and_says_why():
-    plan = make_plan("forward", problem(dtype="float64", d=200), H200)
+    device = replace(H200, smem=99 * 1024)
+    plan = make_plan("forward", problem(dtype="float64", d=250, d_v=250), device)
     assert plan.launches[0].entry == "forward_wmma"
-    assert "200" in next(x.reason for x in plan.refusals if x.entry == "forward_sm80")
+    assert "250" in next(x.reason for x in plan.refusals if x.entry == "forward_sm80")
     assert f"not forward_sm80: {plan.refusals[-1].reason}" in str(plan)
 
 
@@ -215,7 +218,9 @@ def test_the_fused_backward_sums_dq_in_workspace():
 @pytest.mark.parametrize("dtype, precision", DTYPES)
 def test_the_fused_backward_serves_where_a_row_fits(dtype, precision, kib, features):
     device = replace(H200, smem=kib * 1024)
-    widest = 64 if kib == 99 else 256 if "16" in dtype and not features else 128
+    widest = {"float32": 128 if features and kib == 99 else 256,
+              "float64": 256 if kib > 99 else 64 if features else 128}.get(
+                  dtype, 64 if kib == 99 else 128 if features else 256)
     for d in range(1, 257):
         for d_v in {d, 1, 256}:
             p = problem(d=d, d_v=d_v, dtype=dtype, precision=precision, has_mask=features)
@@ -227,14 +232,18 @@ def test_the_fused_backward_serves_where_a_row_fits(dtype, precision, kib, featu
             assert smem == cuda_backward_sm80.smem_bytes(config) <= device.smem and reason
             assert d <= config.d and d_v <= config.d_v <= 256 and config.d <= 256
             assert config.d % 16 == config.d_v % 16 == 0
+            # Of dQ, a warp has whole fragments in each of its passes.
+            columns = config.d // cuda_backward_sm80.warps_across(config)
+            two = columns >= 64 and (dict(config.constants)["parts"] > 1 or precision == "tf32x3")
+            assert columns % (32 if two else 16) == 0
 
 
 def test_each_row_of_the_fused_backward_can_be_chosen():
     chosen = set()
     for kib in SMEM.values():
         for dtype, precision in DTYPES:
-            for d in range(16, 257, 16):
-                p = problem(d=d, d_v=d, dtype=dtype, precision=precision)
+            for d, features in product(range(16, 257, 16), (False, True)):
+                p = problem(d=d, d_v=d, dtype=dtype, precision=precision, has_mask=features)
                 offer = cuda_backward_sm80.BACKWARD.offer(p, replace(H200, smem=kib * 1024))
                 if isinstance(offer, Offer):
                     chosen.add((kind_of(dtype, precision), offer.reason))
@@ -242,12 +251,54 @@ def test_each_row_of_the_fused_backward_can_be_chosen():
                       for row in rows}
 
 
-@pytest.mark.parametrize("change, why", [
-    ({"deterministic": True}, "no order"), ({"d": 200, "dtype": "float64"}, "wide heads"),
-    ({"d": 200, "has_mask": True}, "wide heads"),
+@pytest.mark.parametrize("rows", cuda_backward_sm80.TILES.values(),
+                         ids=cuda_backward_sm80.TILES)
+def test_reasons_tell_rows_apart(rows):
+    assert len({row.reason for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("dtype, d, kib, features, tile", [
+    ("tf32", 192, 227, False, (32, 64, 8, 2, 1, 2)),
+    ("tf32", 256, 227, False, (32, 64, 8, 2, 1, 1)),
+    ("tf32x3", 256, 227, False, (32, 32, 8, 2, 2, 2)),
+    ("tf32", 192, 163, False, (32, 32, 8, 2, 2, 2)),
+    ("tf32x3", 256, 163, False, (32, 32, 8, 2, 2, 1)),
+    ("tf32", 256, 99, False, (16, 16, 4, 2, 2, 1)),
+    ("tf32x3", 192, 99, False, (16, 32, 4, 2, 1, 1)),
+    ("tf32x3", 128, 99, True, (32, 32, 4, 1, 2, 1)),
+    ("tf32", 256, 227, True, (32, 64, 8, 1, 2, 1)),
+    ("tf32x3", 256, 163, True, (32, 32, 4, 1, 2, 1)),
+    ("float64", 192, 227, False, (32, 32, 8, 2, 2, 1)),
+    ("float64", 160, 163, False, (32, 16, 4, 2, 2, 1)),
+    ("float64", 256, 227, False, (16, 32, 8, 2, 2, 1)),
+    ("float64", 256, 163, False, (16, 16, 4, 2, 2, 1)),
+    ("float64", 128, 99, False, (16, 16, 4, 2, 2, 1)),
+    ("float64", 192, 227, True, (32, 32, 8, 1, 4, 1)),
+    ("float64", 256, 227, True, (16, 32, 8, 1, 4, 1)),
+    ("float64", 256, 163, True, (16, 16, 4, 1, 4, 1)),
+    ("tf32", 256, 99, True, None),
+    ("float64", 256, 99, False, None),
+    ("float64", 192, 99, False, None),
 ], ids=str)
-def test_the_general_backward_serves_the_rest_and_says_why(change, why):
-    plan = make_plan("backward", problem(**change), H200)
+def test_tiles_of_wide_heads(dtype, d, kib, features, tile):
+    dtype, precision = ("float32", dtype) if "tf32" in dtype else (dtype, None)
+    p = problem(d=d, d_v=d, dtype=dtype, precision=precision, has_mask=features)
+    offer = cuda_backward_sm80.BACKWARD.offer(p, replace(H200, smem=kib * 1024))
+    if tile is None:
+        assert isinstance(offer, Refusal)
+    else:
+        c = offer.config
+        form = [dict(c.constants)[name] for name in ("roles", "parts", "stages")]
+        assert (c.Br, c.Bc, c.warps, *form) == tile
+
+
+@pytest.mark.parametrize("change, kib, why", [
+    ({"deterministic": True}, 227, "no order"),
+    ({"d": 200, "d_v": 200, "dtype": "float64"}, 99, "wide heads"),
+    ({"d": 200, "has_mask": True}, 227, "serve no options"),
+], ids=str)
+def test_the_general_backward_serves_the_rest_and_says_why(change, kib, why):
+    plan = make_plan("backward", problem(**change), replace(H200, smem=kib * 1024))
     assert "dkdv_wmma" in [x.entry for x in plan.launches]
     assert why in next(x.reason for x in plan.refusals if x.entry == "backward_sm80")
     assert why in str(plan)

@@ -99,7 +99,7 @@ def needs(gpu, dtype, d, call, *, swapped=False, **wanted):
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
 @pytest.mark.parametrize("dtype, d", [("float16", 64), ("float16", 128), ("float32", 40),
-                                      ("float64", 128)])
+                                      ("float64", 128), ("float32", 3), ("float64", 8)])
 def test_what_users_call_is_warm(gpu, dtype, d):
     dtype = np.dtype(dtype)
     warm = {of(launch) for launch in calls.launches(gpu, dtype, d, d)}

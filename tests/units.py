@@ -41,6 +41,10 @@ SUMS_OF_DBIAS = tuple({"bias_shape": shape}
                       for shape in ((1, 1, 64, 65536), (1, 1, 1, 65536), (1, 1, 64, 1)))
 # Head dims (d, d_v), widest first, so that a row is compiled for the widest heads that it serves.
 WIDTHS = ((256, 256), (192, 192), (128, 128), (96, 96), (64, 64), (16, 16))
+# Heads so narrow that other kernels serve them, with rows of a table for few queries and for many.
+NARROW = ((8, 8), (7, 7), (5, 3), (4, 2), (3, 1))
+NARROW_KINDS = ("float32", "tf32x3"), ("float64", None)
+FEW, MANY = 64, 65536       # queries or keys
 
 
 class Unit(NamedTuple):
@@ -64,27 +68,33 @@ def device(arch):
 
 def all_units(arch):
     """Each row that the planner can choose on an architecture, options off and on, each kind."""
-    return units_with(arch, False) | units_with(arch, True)
+    return units_of(arch, WIDTHS) | units_of(arch, WIDTHS, True) | units_of(arch, NARROW)
 
 
 @cache
-def units_with(arch, sums_dbias):
-    """The rows of either kind of options; of those that sum dbias, kernels with a part in that."""
-    found, options = {}, SUMS_OF_DBIAS if sums_dbias else OPTIONS
-    for dtype, precision in KINDS:
-        for (d, d_v), chosen, direction in product(WIDTHS, options, ("forward", "backward")):
-            problem = problem_of(**{
-                "batch": 2, "heads_q": 1, "heads_k": 1, "Nq": 64, "Nk": 65536, "d": d, "d_v": d_v,
-                "dtype": dtype, "out_dtype": dtype, "precision": precision, "scale": 1.0,
-                "softcap": 0.0, "mask": Mask(), **chosen})
-            for launch in make_plan(direction, problem, device(arch)).launches:
-                c = launch.config
-                if sums_dbias and not dict(c.constants).get("dbias"):
-                    continue
-                row = (launch.entry, c.element, c.precision, c.Br, c.Bc, c.warps, c.options,
-                       c.constants)
-                name, text = unit(launch.entry, c, launch.smem_bytes)
-                found.setdefault(row, Unit(arch, launch.entry, name, text))
+def units_of(arch, widths, sums_dbias=False):
+    """The same for some head dims; of those that sum dbias, kernels with a part in that."""
+    found = {}
+    kinds, sizes, batch = KINDS, ((FEW, MANY),), 2
+    if widths is NARROW:
+        kinds, sizes, batch = NARROW_KINDS, ((FEW, MANY), (MANY, MANY)), 1
+    for (dtype, precision), (d, d_v), (Nq, Nk), chosen, direction in product(
+            kinds, widths, sizes, SUMS_OF_DBIAS if sums_dbias else OPTIONS,
+            ("forward", "backward")):
+        problem = problem_of(**{
+            "batch": batch, "heads_q": 1, "heads_k": 1, "Nq": Nq, "Nk": Nk, "d": d, "d_v": d_v,
+            "dtype": dtype, "out_dtype": dtype, "precision": precision, "scale": 1.0,
+            "softcap": 0.0, "mask": Mask(), **chosen})
+        for launch in make_plan(direction, problem, device(arch)).launches:
+            c = launch.config
+            if sums_dbias and not dict(c.constants).get("dbias"):
+                continue
+            row = (launch.entry, c.element, c.precision, c.Br, c.Bc, c.warps, c.options,
+                   c.constants)
+            if launch.entry.endswith("_simt"):
+                row = *row, c.d, c.d_v  # which are not padded
+            name, text = unit(launch.entry, c, launch.smem_bytes)
+            found.setdefault(row, Unit(arch, launch.entry, name, text))
     return found
 
 
@@ -95,8 +105,9 @@ def sample():
     architecture gets each kernel.
     """
     candidates = {}
-    for sums_dbias, arch in product((False, True), SMEM):
-        for (entry, element, precision, *tile), one in units_with(arch, sums_dbias).items():
+    for (widths, sums_dbias), arch in product(((WIDTHS, False), (WIDTHS, True), (NARROW, False)),
+                                              SMEM):
+        for (entry, element, precision, *tile), one in units_of(arch, widths, sums_dbias).items():
             family = TWINS.get(precision or element, precision or element)
             candidates.setdefault((entry, family, *tile), []).append(one)
     chosen = [group[i % len(group)] for i, group in enumerate(candidates.values())]

@@ -151,11 +151,21 @@ CF_DEVICE void differentiate(Scores& dP, const Scores& P, const T* delta) {
 }
 
 // P of one score, and the gradients of the score behind the softcap and before it: 0 where a key is
-// hidden, whatever dP is there.
+// hidden, whatever dP is there. slope: the derivative of the softcap.
 template <typename T>
 struct Gradient {
   T S, P, dS, dU;
 };
+template <typename Config, bool hides, typename Row, typename T>
+CF_DEVICE Gradient<T> gradient_from(T S, T dP, const Row& row, T lse, T delta, T slope) {
+  T exponent = S - lse;
+  if constexpr (has_large_lse<Config>()) exponent -= row.log_l;
+  const T P = probability<Config>(exponent);
+  const T dS = hides && S == -inf<T>() ? T(0) : P * (dP - delta);
+  return {S, P, dS, dS != T(0) ? dS * slope : dS};
+}
+
+// The same from q.k.
 template <typename Config, typename T>
 CF_DEVICE Gradient<T> gradient_of(const Params& p, const ScoreRow<T>& row,
                                   const Scaling<T>& scaling, T S, T dP, T lse, T delta, int key) {
@@ -163,9 +173,28 @@ CF_DEVICE Gradient<T> gradient_of(const Params& p, const ScoreRow<T>& row,
   T slope = T(1);
   finish_scores<Config>(S, view, p, scaling, [&](int, T by) { slope = by; });
   hide_keys(S, view, -inf<T>());
-  const T P = probability<Config>(has_large_lse<Config>() ? S - lse - row.log_l : S - lse);
-  const T dS = S == -inf<T>() ? T(0) : P * (dP - delta);
-  return {S, P, dS, dS != T(0) ? dS * slope : dS};
+  return gradient_from<Config, true>(S, dP, row, lse, delta, slope);
+}
+
+// The same of a view of scores. hides: whether any key may be hidden from its row; state(x): lse
+// and delta of the row of element x.
+template <typename T>
+struct StateOfRow {
+  T lse, delta;
+};
+template <typename Config, bool hides, int n, typename View, typename T, typename State>
+CF_DEVICE void find_gradients(Gradient<T> (&g)[n], T (&S)[n], const T (&dP)[n], const View& view,
+                              const Params& p, const Scaling<T>& scaling, const State& state) {
+  T slope[n];
+#pragma unroll
+  for (int x = 0; x < n; ++x) slope[x] = T(1);
+  finish_scores<Config>(S, view, p, scaling, [&](int x, T by) { slope[x] = by; });
+  if constexpr (hides) hide_keys(S, view, -inf<T>());
+#pragma unroll
+  for (int x = 0; x < n; ++x) {
+    const StateOfRow<T> row = state(x);
+    g[x] = gradient_from<Config, hides>(S[x], dP[x], view.row(x), row.lse, row.delta, slope[x]);
+  }
 }
 
 // With options. q.k -> P, and dP -> dS but for the factor P; both stay 0 where a key is hidden,

@@ -57,6 +57,44 @@ CF_DEVICE bool may_pass(float top, float factor, float m_ref, float lazy) {
   return fmaf(top, factor, -m_ref) > lazy;
 }
 
+// A reference for rows that have seen no key: S - m of any score is 0 or without bounds.
+template <typename T>
+CF_HOST_DEVICE constexpr T lowest() {
+  return sizeof(T) == 8 ? T(-1.7976931348623157e308) : T(LOWEST);
+}
+
+// Whether a row has to move its reference, told from S - m of some keys and the sum of their P, and
+// not from a maximum. factor: as above; lazy: in powers of 2.
+template <typename T>
+struct Passing;
+// 2^x is infinite where x is too large, so that the sum says all. A NaN says yes.
+template <>
+struct Passing<float> {
+  float most;
+
+  CF_DEVICE Passing(float, float lazy) : most(exp2(lazy)) {}
+  template <int n>
+  CF_DEVICE bool any(const float (&)[n], float sum) const {
+    return !(sum <= most);
+  }
+};
+// 2^x of doubles says nothing where x is too large. The upper halves of numbers are in their order,
+// as integers, which do not hold up the doubles' pipe; those of negative numbers are below.
+template <>
+struct Passing<double> {
+  int most;
+
+  CF_DEVICE Passing(double factor, double lazy) : most(upper(lazy / factor)) {}
+  static CF_DEVICE int upper(double x) { return int(ptx::double_to_bits(x) >> 32); }
+  template <int n>
+  CF_DEVICE bool any(const double (&x)[n], double) const {
+    int top = upper(x[0]);
+#pragma unroll
+    for (int i = 1; i < n; ++i) top = max(top, upper(x[i]));
+    return top >= most;
+  }
+};
+
 // What a row's sums are multiplied by when its reference goes from m to m_new.
 template <typename T>
 CF_DEVICE T alpha_of(T m, T m_new, T factor) {

@@ -6,6 +6,7 @@
 // they are more.
 #pragma once
 
+#include "../ptx.cuh"
 #include "../params.cuh"
 
 namespace cf {
@@ -21,6 +22,25 @@ template <typename Config>
 CF_HOST_DEVICE constexpr int chain_depth() {
   return Config::precision == 2 ? 16 : sizeof(typename Config::element) == 8 ? 128 : 0;
 }
+
+// A sum of any length: `rest` has what the roundings of `sum` have cut off. Knuth, "The Art of
+// Computer Programming", volume 2, theorem B of 4.2.2.
+template <typename T>
+struct LongSum {
+  T sum = T(0), rest = T(0);
+
+  CF_DEVICE void add(T x) {
+    const T total = sum + x, added = total - sum;
+    const T lost = (sum - (total - added)) + (x - added);
+    rest += total - total == T(0) ? lost : T(0);        // of infinities it would be NaN
+    sum = total;
+  }
+  CF_DEVICE void scale(T factor) {
+    sum = ptx::multiply(sum, factor);                   // never fused with an addition
+    rest *= factor;
+  }
+  CF_DEVICE T value() const { return sum + rest; }
+};
 
 // Config::fresh: sums of products leave the tensor cores after each tile, by ordinary additions.
 template <typename Config, typename = void>

@@ -12,7 +12,7 @@ CF_DEVICE int64 row_index(const Params& p, int64 b, int64 head, int64 query) {
 
 // Split keys. An array [splits, batch, heads_q, Nq, columns], from a split on.
 template <typename T>
-CF_DEVICE Tensor split_part(const ForwardParams& p, uint64 partial, int64 columns, int64 split) {
+CF_DEVICE Tensor split_part(const Params& p, uint64 partial, int64 columns, int64 split) {
   const int64 row = columns * int64(sizeof(T)), head = row * p.Nq, batch = head * p.heads_q;
   return {partial + split * p.batch * batch, batch, head, row, sizeof(T),
           sizeof(T) == 8 ? FLOAT64 : FLOAT32};

@@ -134,7 +134,7 @@ CF_DEVICE void add_tile(Gradient& g, const Walk<Config>& walk,
   if constexpr (hides_any<Config>()) forget_blind_rows<Config>(walk.t, stage);
   step.add_own(g, scale, [&] {
     if (Config::stages > 1 && tile + 1 < end) walk.copy_rows(tile + 1, 1 - stage);
-    if (Config::stages == 1 && !Traits::own && tile + 1 < end) {
+    if (Config::stages == 1 && !Traits::own && Config::roles == 1 && tile + 1 < end) {
       walk.template copy_rows<false, true>(tile + 1, 0);          // lse and delta are read, too
     }
   });
@@ -142,6 +142,7 @@ CF_DEVICE void add_tile(Gradient& g, const Walk<Config>& walk,
   ptx::sync_block("dS_written");                        // and P
   const uint64 sums = dq_address<Config>(walk.p, walk.own.head, tile);
   if constexpr (Config::stages == 1 && !Traits::own) {
+    if (Config::roles > 1 && tile + 1 < end) walk.template copy_rows<false, true>(tile + 1, 0);
     step.add_shared(g);
     ptx::sync_block("Q_read");
     if (tile + 1 < end) walk.template copy_rows<true, false>(tile + 1, 0);

@@ -177,21 +177,22 @@ struct ForwardWalk {
     }
     ptx::close_copies();
     const bool any = plain || task.own.any(key0, Bc);
-    if (any) warp.template multiply_keys<often>(scores);
+    const bool there = one_scores<Config>() ? any && t.has_scores() : any;
+    if (there) warp.template multiply_keys<often>(scores);
     if constexpr (Config::scaled) {
-      if (any) warp.finish_scores(scores, t, p, key0);
+      if (there) warp.finish_scores(scores, t, p, key0);
     }
-    if (!plain && any && !task.own.all(key0, Bc)) {
+    if (!plain && there && !task.own.all(key0, Bc)) {
       if (key0 >= task.own.inner_first) {
         warp.template hide<false>(scores, task.keys, task.rows, key0);
       } else {
         warp.template hide<true>(scores, task.keys, task.rows, key0);
       }
     }
-    if constexpr (Traits::parts == 2) moves = warp.softmax.find_top(scores, any, top);
+    if constexpr (Traits::parts == 2) moves = warp.softmax.find_top(scores, there, top);
     ptx::wait_for_copies<0>("V_copied");
     ready_tile<Config, Bc, Config::d_v, Traits::pitch_v>(t.V);
-    if constexpr (hides_any<Config>()) forget_values(scores, any);
+    if constexpr (hides_any<Config>()) forget_values(scores, there);
     // V is there; K may go. Warps that share rows must agree on whether their references move; the
     // others look at their scores later, for the products may still be on their way.
     if constexpr (Traits::parts == 2) {
@@ -209,18 +210,18 @@ struct ForwardWalk {
   }
 
   // Zeroes the values of keys that mask or bias hide from all rows of the block: 0 * NaN is NaN.
-  CF_DEVICE void forget_values(const typename Warp::S& scores, bool any) const {
-    constexpr int own = Bc / Traits::parts;              // keys of a warp
+  // there: whether the warp has scores of the tile.
+  CF_DEVICE void forget_values(const typename Warp::S& scores, bool there) const {
+    constexpr int parts = key_parts<Config>(), own = Bc / parts;    // keys of a warp
     const uint32 all = 0xFFFFFFFFu >> (32 - own / 4);
-    const uint32 seen = any ? seen_columns<Warp::fragments, Warp::keys>(scores) : 0;
-    if (!ptx::sync_block_or(seen != all, "some_unseen")) return;
+    const uint32 seen = there ? seen_columns<Warp::fragments, Warp::keys>(scores) : 0;
+    if (!ptx::sync_block_or(seen != all && t.has_scores(), "some_unseen")) return;
     if (lane_id() < 4) t.seen[4 * warp_id() + lane_id()] = seen;
     ptx::sync_block("seen_written");
 #pragma unroll 1
     for (int key = warp_id(); key < Bc; key += Config::warps) {
       const int part = key / own;
-      if (SeenColumns(t.seen + 4 * part, Config::warps / Traits::parts, 4 * Traits::parts)
-              .has(key - part * own)) {
+      if (SeenColumns(t.seen + 4 * part, Config::warps / parts, 4 * parts).has(key - part * own)) {
         continue;
       }
 #pragma unroll 1
@@ -240,7 +241,7 @@ struct ForwardWalk {
       moves = __any_sync(0xFFFFFFFF, warp.softmax.find_top(scores, true, top));
     }
     if (moves) {
-      warp.join_top(t.top, scores, top);
+      warp.join_top(t.top, scores, any && t.has_scores(), top);
       warp.softmax.move_reference(top, scores, warp.acc);
     }
     if (any) warp.finish_tile(scores, t);

@@ -144,6 +144,19 @@ struct ReaderA {
     }
     return a;
   }
+  // The same in the paired order, of a tile [m, k] of 32 or 64 bits: as an accumulator has it.
+  CF_DEVICE typename F::A load_pairs(int i, int k) const {
+    static_assert(row && sizeof(T) > 2, "such tiles alone have two orders");
+    typename F::A a;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const T* const own = tile + (i + 8 * e) * pitch + k + lane_id() % 4;
+      const Pair<T> pair = *reinterpret_cast<const Pair<T>*>(own);
+      a.x[e] = to_word(pair.x[0]);
+      a.x[e + 2] = to_word(pair.x[1]);
+    }
+    return a;
+  }
 };
 
 // The same as fragments of B. Layout::row: the tile is [k, n]; Layout::col: [n, k].

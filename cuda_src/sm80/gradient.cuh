@@ -7,6 +7,24 @@
 
 namespace cf {
 
+// Config::split_late: each warp splits what it reads of Q and dO for 3xTF32, as it does K and V.
+// Without it the block does so once, in twice the shared memory.
+template <typename Config, typename = void>
+struct SplitsLate {
+  static CF_HOST_DEVICE constexpr bool value() { return false; }
+};
+template <typename Config>
+struct SplitsLate<Config, decltype(void(Config::split_late))> {
+  static CF_HOST_DEVICE constexpr bool value() { return Config::split_late != 0; }
+};
+
+// Whether one warp of a strip computes scores for all parts, where there are too few rows for each;
+// of roles, one warp for each role.
+template <typename Config>
+CF_HOST_DEVICE constexpr bool one_scores() {
+  return Config::Br < 16 * Config::parts;
+}
+
 template <typename Config>
 struct BackwardSm80Traits {
   using T = typename Config::element;
@@ -14,16 +32,20 @@ struct BackwardSm80Traits {
   static constexpr int threads = 32 * Config::warps;
   static constexpr int strips = Config::warps / Config::roles / Config::parts;
   static constexpr int strip = Config::Bc / strips;      // keys whose dK and dV a warp sums up
-  static constexpr int part = Config::Br / Config::parts;  // rows whose scores it computes for them
+  // Rows whose scores it computes for them.
+  static constexpr int part = Config::Br / (one_scores<Config>() ? 1 : Config::parts);
+  static_assert(!one_scores<Config>() || Config::roles > 1 || sizeof(T) == 8,
+                "operands that lie in registers do so in all warps");
   static constexpr int piece = Config::roles > 1 ? part : min(part, 32);   // ... at a time
   static constexpr int d_part = Config::d / Config::parts, v_part = Config::d_v / Config::parts;
   // P and dS become operands in the registers that hold them, and pass through shared memory for
   // the other warps of a strip. In float64 they pass through it for all, since operands from
-  // registers would cost conflicts of banks where dO and Q are read; P and dS share its memory.
+  // registers would cost conflicts of banks where dO and Q are read; P and dS share its memory,
+  // but for roles, which need both at a time.
   static constexpr bool exchange = Config::parts > 1 && Config::roles == 1 && sizeof(T) < 8;
   static constexpr bool own = sizeof(T) < 8;            // operands in registers, of the warp's rows
   static constexpr int state_bytes = 2 * Config::Br * int(sizeof(A));
-  static constexpr int rests = rest_rows<Config>(Config::Br);          // of Q and dO
+  static constexpr int rests = SplitsLate<Config>::value() ? 0 : rest_rows<Config>(Config::Br);
   static constexpr int rows_bytes =
       (Config::Br + rests) * (rows_pitch<T>(Config::d) + rows_pitch<T>(Config::d_v))
       * int(sizeof(T));
@@ -41,8 +63,8 @@ struct BackwardSm80Traits {
                              + 4 * Config::parts * Config::Bc + dbias_bytes()
                        : 0;
   static constexpr int smem_bytes =
-      keys_bytes + (exchange ? 2 : 1) * score_bytes
-      + (Config::roles > 1 ? Config::Br * Config::Bc * int(sizeof(A)) : 0)
+      keys_bytes + (exchange || (Config::roles > 1 && !own) ? 2 : 1) * score_bytes
+      + (Config::roles > 1 && own ? Config::Br * Config::Bc * int(sizeof(A)) : 0)
       + Config::stages * (rows_bytes + state_bytes + Config::Br * 8) + feature_bytes + own_bytes;
   static_assert(Config::Bc * (max(Config::d, Config::d_v) + 4) * int(sizeof(A))
                     <= smem_bytes - own_bytes - feature_bytes,
@@ -68,13 +90,11 @@ struct BackwardSm80Traits {
   static_assert(Config::warps % (Config::parts * Config::roles) == 0
                     && Config::Bc % (16 * strips) == 0,
                 "the keys must be whole fragments for each strip of warps");
-  static_assert(Config::Br % (16 * Config::parts) == 0 && Config::d % (16 * Config::parts) == 0
+  static_assert(part % 16 == 0 && Config::d % (16 * Config::parts) == 0
                     && Config::d_v % (16 * Config::parts) == 0,
                 "rows and columns must be whole fragments for each warp of a strip");
-  static_assert(Config::Br % (16 * warps_m) == 0 && Config::d % (16 * warps_n) == 0,
-                "the tile of dQ must be whole fragments for each warp");
-  static_assert(sizeof(T) != 4 || Config::parts == 1,
-                "float32 has no order of k that suits P both in registers and in memory");
+  static_assert(Config::Br % (16 * warps_m) == 0 && Config::d % (16 * warps_n * dq_passes) == 0,
+                "the tile of dQ must be whole fragments for each warp and pass");
 };
 
 // The lane, and its row and column in a fragment, found anew at every use: addresses that depend on
@@ -119,7 +139,8 @@ struct FusedTiles {
   T *K, *V;            // [Bc, d], [Bc, d_v]
   T *Q, *dO;           // [stages, Br, d], [stages, Br, d_v], in 3xTF32 each followed by its rests
   T *dS, *P;           // [Bc, Br]: transposed
-  A* P_sums;           // [Bc, Br] in the order of registers, where P and dP have warps of their own
+  A* P_sums;           // [Bc, Br] in the order of registers, where P and dP have warps of their
+                       // own; not in float64
   A* state;            // [stages, lse or delta, Br]; lse is +inf where no key is seen
   KeyRange* ranges;    // [stages, Br], of tiles in which keys are hidden
   SeenSpan* seen;      // [4], of such tiles by their number: some warps still read the last but one
@@ -139,8 +160,10 @@ struct FusedTiles {
     dO = carver.take<T>(stages * v_step * size);
     dS = carver.take<T>(Traits::score_bytes);
     P = dS;
-    if constexpr (Traits::exchange) P = carver.take<T>(Traits::score_bytes);
-    if constexpr (Config::roles > 1) {
+    if constexpr (Traits::exchange || (Config::roles > 1 && !Traits::own)) {
+      P = carver.take<T>(Traits::score_bytes);
+    }
+    if constexpr (Config::roles > 1 && Traits::own) {
       P_sums = carver.take<A>(Config::Br * Config::Bc * int(sizeof(A)));
     }
     state = carver.take<A>(stages * Traits::state_bytes);

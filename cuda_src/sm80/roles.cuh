@@ -3,7 +3,7 @@
 // A warp of the second half computes P, one of the first dP, of twice as many scores as it could
 // hold both of: each fragment that it loads serves more products. The two are the same code over
 // other tiles; only between the products they differ. P passes through shared memory in the order
-// of registers, unrounded.
+// of registers, unrounded; in float64 as rows, from where the first half has its operands too.
 #pragma once
 
 #include "step.cuh"
@@ -43,7 +43,7 @@ struct RoleStep : Step<Config> {
   }
   static CF_DEVICE constexpr int fragment(int i, int j) { return (i * (Config::Br / 16) + j) * 64; }
   CF_DEVICE void share_P(const C (&P)[M][N]) const {
-    FourSums<A>* const own = shared_P(S::part());
+    FourSums<A>* const own = shared_P(S::rows_part());
 #pragma unroll
     for (int i = 0; i < M; ++i) {
 #pragma unroll
@@ -59,16 +59,33 @@ struct RoleStep : Step<Config> {
     return {low.x[0], low.x[1], low.x[2], low.x[3], high.x[0], high.x[1], high.x[2], high.x[3]};
   }
 
+  // The same of float64, where P lies as rows of a tile.
+  static CF_DEVICE C load_P_rows(const T* own, int i, int j) {
+    C P;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      P.x[e] = own[(16 * i + row_step(e)) * Tiles::s_pitch + 16 * j + column_step(e)];
+    }
+    return P;
+  }
+
   // dP -> dS = P * (dP - delta).
-  CF_DEVICE void differentiate_shared(C (&dP)[M][N], const A* delta) const {
-    const FourSums<A>* const own = shared_P(S::part());
-    delta += column_here();
+  CF_DEVICE void differentiate_shared(C (&dP)[M][N], int row) const {
+    const A* const delta = this->state + Config::Br + row + column_here();
+    const FourSums<A>* const own = shared_P(S::rows_part());
+    const T* const rows = this->t.P + (S::strip() + row_here()) * Tiles::s_pitch + row
+                          + column_here();
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const FourRows<A> shift(delta, j);
 #pragma unroll
       for (int i = 0; i < M; ++i) {
-        const C P = load_P(own, i, j);
+        C P;
+        if constexpr (Traits::own) {
+          P = load_P(own, i, j);
+        } else {
+          P = load_P_rows(rows, i, j);
+        }
 #pragma unroll
         for (int e = 0; e < 8; ++e) dP[i][j].x[e] = P.x[e] * (dP[i][j].x[e] - shift[e]);
       }
@@ -77,33 +94,38 @@ struct RoleStep : Step<Config> {
 
   // P or dS of the warp's strip and part.
   template <typename Meanwhile>
-  CF_DEVICE void differentiate_part(C (&x)[M][N], A scale,
-                                    const Meanwhile& meanwhile) const {
+  CF_DEVICE void differentiate_part(C (&x)[M][N], A scale, const Meanwhile& meanwhile) const {
     const bool values = !has_P();
-    const int row = S::part() * Traits::part;
+    const int row = S::rows_part() * Traits::part;
     const ReaderA<Config, Layout::row, Tiles::q_pitch> keys(values ? this->t.V : this->t.K,
                                                             here());
     const ReaderB<Config, Layout::col, Tiles::q_pitch, Order::paired, Traits::rests> rows(
         values ? this->dO : this->Q, here());
     if (!has_P()) meanwhile();                          // P takes longer than dP
-    multiply_scores<Config, Config::d>(x, keys, rows, S::strip(), row);
-    if (has_P()) {
+    if (S::has_scores()) multiply_scores<Config, Config::d>(x, keys, rows, S::strip(), row);
+    if (has_P() && S::has_scores()) {
       subtract_lse<M, N>(x, scale, this->state + row + column_here());
       if (this->hides) hide_keys(x, range_view<Config>(this->ranges + row), -inf<A>());
       exponentiate<Config, M, N>(x);
-      share_P(x);
+      if constexpr (Traits::own) {
+        share_P(x);
+      } else {
+        this->share(this->t.P, x, row);
+      }
     }
     ptx::sync_block("P_shared");
-    if (!has_P()) {
-      differentiate_shared(x, this->state + Config::Br + row);
+    if (!has_P() && S::has_scores()) {
+      differentiate_shared(x, row);
       if (this->hides) hide_keys(x, range_view<Config>(this->ranges + row), A(0));
       this->share(this->t.dS, x, row);
     }
   }
 
+  CF_DEVICE static bool has_gradient() { return has_P() ? wants<Config>(DV) : wants<Config>(DK); }
+
   // dV += P^T dO or dK += dS^T Q over the rows of a part.
   CF_DEVICE void add_part(RoleGradient<Config>& g, const typename F::A (&a)[M][K], int part) const {
-    if (has_P() ? !wants<Config>(DV) : !wants<Config>(DK)) return;
+    if (!has_gradient()) return;
     const T* const rows = has_P() ? this->dO : this->Q;
     const ReaderB<Config, Layout::row, Tiles::q_pitch, Base::order, Traits::rests> B(rows, here());
     accumulate<Config>(g.x, a, B, part * Traits::part, S::part() * Traits::d_part);
@@ -115,15 +137,36 @@ struct RoleStep : Step<Config> {
     C x[M][N];
     typename F::A a[M][K];
     differentiate_part(x, scale, meanwhile);
-    make_operands<Config>(a, x);
-    add_part(g, a, S::part());
+    if constexpr (Traits::own) {
+      if (!S::has_scores()) return;
+      make_operands<Config>(a, x);
+      add_part(g, a, S::rows_part());
+    } else if (has_P()) {
+      add_rows(g, this->t.P);                           // dO and P may go then
+    }
+  }
+
+  // float64: dV += P^T dO or dK += dS^T Q over all rows, with P or dS from a tile.
+  CF_DEVICE void add_rows(RoleGradient<Config>& g, const T* tile) const {
+    const ReaderA<Config, Layout::row, Tiles::s_pitch> read(tile, here());
+#pragma unroll 1
+    for (int part = 0; part < Config::Br / Traits::part; ++part) {
+      typename F::A a[M][K];
+      load_operands<Config>(a, read, S::strip(), part * Traits::part);
+      add_part(g, a, part);
+    }
   }
 
   // The parts that other warps of the strip differentiated.
   CF_DEVICE void add_shared(RoleGradient<Config>& g) const {
+    if constexpr (!Traits::own) {
+      if (!has_P()) add_rows(g, this->t.dS);
+      return;
+    }
+    if (one_scores<Config>() && S::has_scores()) return;
 #pragma unroll 1
-    for (int n = 1; n < Config::parts; ++n) {
-      const int part = (S::part() + n) % Config::parts;
+    for (int n = 1; n < (one_scores<Config>() ? 2 : Config::parts); ++n) {
+      const int part = one_scores<Config>() ? 0 : (S::part() + n) % Config::parts;
       typename F::A a[M][K];
       if (has_P()) {
         const FourSums<A>* const other = shared_P(part);

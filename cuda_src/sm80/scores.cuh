@@ -13,6 +13,13 @@ struct Share {
   static CF_DEVICE int role() { return Config::roles == 1 ? 0 : 1 - warp_id() / side; }
   static CF_DEVICE int strip() { return warp_id() % Traits::strips * Traits::strip; }   // first key
   static CF_DEVICE int part() { return warp_id() % side / Traits::strips; }
+  // Whether the warp computes scores. Where one warp of a strip does so for all parts, the two
+  // roles take theirs from different parts, which keeps all tensor cores at work.
+  static CF_DEVICE bool has_scores() {
+    return !one_scores<Config>() || part() == (role() == 0 ? 0 : Config::parts - 1);
+  }
+  // The part of the rows whose scores it computes.
+  static CF_DEVICE int rows_part() { return one_scores<Config>() ? 0 : part(); }
   static constexpr int keys = Traits::strip / 16, rows = Traits::piece / 16;            // fragments
   static constexpr int d = Traits::d_part / 16, d_v = Traits::v_part / 16;
   static constexpr int dq_rows = Config::Br / Traits::warps_m / 16;
@@ -54,7 +61,6 @@ CF_DEVICE void multiply_scores(typename Fragments<Config>::C (&S)[M][N], const R
                                const ReadB& B, int row, int column) {
   using F = Fragments<Config>;
   constexpr int piece = chain_depth<Config>() > 0 ? min(chain_depth<Config>(), depth) : depth;
-  static_assert(depth % piece == 0, "head dims must be padded to whole chains");
   // In float64 longer code spills.
   constexpr int unrolled = sizeof(typename F::T) == 8 && piece > 64 ? 4 : piece;
   Sums<Config> sums[M][N];
@@ -62,6 +68,7 @@ CF_DEVICE void multiply_scores(typename Fragments<Config>::C (&S)[M][N], const R
   for (int k0 = 0; k0 < depth; k0 += piece) {
 #pragma unroll unrolled
     for (int k = 0; k < piece; k += F::depth) {
+      if (depth % piece != 0 && k0 + k >= depth) break;
       decltype(operand<Config>(typename F::A{})) a[M];
 #pragma unroll
       for (int i = 0; i < M; ++i) a[i] = operand<Config>(A.load(row + 16 * i, k0 + k));
@@ -144,7 +151,7 @@ CF_DEVICE void make_operands(typename Fragments<Config>::A (&a)[M][K],
   }
 }
 
-// The same from shared memory: rows from `row` on.
+// The same from shared memory, in the order of `depth_order`: rows from `row` on.
 template <typename Config, int M, int K, typename ReadA>
 CF_DEVICE void load_operands(typename Fragments<Config>::A (&a)[M][K], const ReadA& A, int key,
                              int row) {
@@ -153,7 +160,11 @@ CF_DEVICE void load_operands(typename Fragments<Config>::A (&a)[M][K], const Rea
   for (int i = 0; i < M; ++i) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      a[i][k] = A.load(key + 16 * i, row + k * F::depth);
+      if constexpr (sizeof(typename F::T) == 4) {
+        a[i][k] = A.load_pairs(key + 16 * i, row + k * F::depth);
+      } else {
+        a[i][k] = A.load(key + 16 * i, row + k * F::depth);
+      }
     }
   }
 }

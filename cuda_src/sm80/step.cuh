@@ -36,8 +36,9 @@ struct Step {
   static constexpr int M = S::keys, N = S::rows;
   // The two products of scores differ in nothing but addresses if d is d_v, and so do those of dV
   // and dK: in 3xTF32, where they are long, they are compiled once.
-  static constexpr bool alike = Config::precision == 2 && Config::d == Config::d_v
-                                && wants<Config>(DK) && wants<Config>(DV);
+  static constexpr bool alike = Config::precision == 2 && Config::parts == 1
+                                && Config::d == Config::d_v && wants<Config>(DK)
+                                && wants<Config>(DV);
   static constexpr Order order = depth_order<Config>();
   const BackwardParams& p;
   const Tiles& t;
@@ -84,8 +85,8 @@ struct Step {
         P, dP, score_view<Config>(t, stage, row), p, scaling, lse, lse + Config::Br, hides,
         [&](const typename F::C (&scores)[M][N]) {
           if constexpr (hides_any<Config>()) {
-            unsigned char* const keys = seen_keys + S::part() * Config::Bc + S::strip();
-            mark_seen(scores, keys, row == S::part() * Traits::part);
+            unsigned char* const keys = seen_keys + S::rows_part() * Config::Bc + S::strip();
+            mark_seen(scores, keys, row == S::rows_part() * Traits::part);
           }
         });
   }
@@ -224,20 +225,22 @@ struct Step {
   CF_DEVICE void add_in_turn(Gradients<Config>& g, A scale,
                              const Meanwhile& meanwhile) const {
     static_assert(Traits::own || Traits::part == Traits::piece, "all of dS waits in registers");
-    const int row = S::part() * Traits::part;
+    const int row = (one_scores<Config>() ? 0 : S::part()) * Traits::part;
     typename F::C P[M][N], dS[M][N];
-    find_both(P, dS, row, scale);
-    exponentiate<Config, M, N>(P);
-    if (!changes_scores<Config>() && hides) hide_keys(dS, range_view<Config>(ranges + row), A(0));
-    share(t.P, P, row);
-    differentiate(dS, P, row);
+    if (S::has_scores()) {
+      find_both(P, dS, row, scale);
+      exponentiate<Config, M, N>(P);
+      if (!changes_scores<Config>() && hides) hide_keys(dS, range_view<Config>(ranges + row), A(0));
+      share(t.P, P, row);
+      differentiate(dS, P, row);
+    }
     ptx::sync_block("P_written");
     if constexpr (wants<Config>(DV)) {
       add_all(t.P, [&](const auto& a, int k) { add_values(g, a, k); });
     }
     ptx::sync_block("P_read");                          // and dO
     meanwhile();
-    share(t.dS, dS, row);
+    if (S::has_scores()) share(t.dS, dS, row);
   }
 
   // add(operand, row) of P or dS over the rows of other warps; in float64 over all rows, and at

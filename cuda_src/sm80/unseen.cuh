@@ -43,13 +43,15 @@ CF_DEVICE void mark_seen(const C (&S)[M][N], unsigned char* seen, bool first) {
   }
 
 // b = 0 in rows (keys) that no row of the tile sees, of a fragment whose rows start at 0: 0 * NaN
-// would be NaN. seen: [parts, Bc], from that row on.
+// would be NaN. seen: [parts, Bc], from that row on, of the parts that have scores.
 template <typename Config, Order order>
 CF_DEVICE void forget_unseen(typename Fragments<Config>::B& b, const unsigned char* seen) {
   const auto sees = [&](int key) {
     bool any = false;
 #pragma unroll
-    for (int part = 0; part < Config::parts; ++part) any = any || seen[part * Config::Bc + key];
+    for (int part = 0; part < Config::Br / BackwardSm80Traits<Config>::part; ++part) {
+      any = any || seen[part * Config::Bc + key];
+    }
     return any;
   };
   const int t = here() % 4;

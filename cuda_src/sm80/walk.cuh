@@ -248,6 +248,7 @@ struct Walk {
   CF_DEVICE void await_rows(int stage) const {
     if (!copies()) return;
     ptx::wait_for_copies<0>("rows_copied");
+    if constexpr (Config::precision == 2 && Traits::rests == 0) return;
     ready_tile<Copiers<Config>, Config::Br, Config::d, Tiles::q_pitch>(t.Q
                                                                        + stage * Tiles::q_step);
     ready_tile<Copiers<Config>, Config::Br, Config::d_v, Tiles::v_pitch>(t.dO

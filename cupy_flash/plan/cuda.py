@@ -9,18 +9,20 @@ from . import (
     cuda_dbias,
     cuda_forward_sm80,
     cuda_forward_sm90,
+    cuda_simt,
     cuda_wmma,
     long_sums,
 )
-from .kernel import FRAGMENT, Kernel, Refusal
+from .kernel import FRAGMENT, SPLIT_KEYS, Kernel, Refusal
 from .types import LAZY, Buffer, CudaConfig, Launch, Plan
 
-SPLIT_KEYS = 512        # a split below this costs more in merging than idle multiprocessors
 ROWS_PER_BLOCK = 4      # of combine and backward_sum, one warp each
+SUMS_PER_BLOCK = 32 * ROWS_PER_BLOCK        # of dq_sum, one thread each
 
 # All kernels. Of those that compute a pass the first that offers to is taken.
 KERNELS = (
     *cuda_forward_sm90.KERNELS, *cuda_backward_sm90.KERNELS,
+    *cuda_simt.KERNELS,
     *cuda_forward_sm80.KERNELS, *cuda_backward_sm80.KERNELS,
     *cuda_wmma.KERNELS,
     Kernel("combine", "rows/combine.cuh", "ForwardParams"),
@@ -28,6 +30,7 @@ KERNELS = (
     Kernel("backward_postprocess", "rows/postprocess.cuh", "BackwardParams"),
     Kernel("backward_sum", "rows/backward_sum.cuh", "BackwardParams"),
     Kernel("dbias_sum", "rows/dbias_sum.cuh", "BackwardParams"),
+    Kernel("dq_sum", "rows/dq_sum.cuh", "DqParams"),
     Kernel("dsink", "rows/dsink.cuh", "BackwardParams"),
 )
 _BY_ENTRY = {kernel.entry: kernel for kernel in KERNELS}
@@ -86,13 +89,8 @@ def plan_forward(problem, device, tuning):
     """A forward kernel, and `combine` after it if the keys were split."""
     p = problem
     kernel, offer, refusals = _choose("forward", p, device, tuning)
-    config, tasks, reason = offer.config, offer.tasks, offer.reason
-    splits = _splits(p, tasks, config, device, tuning.split_keys) if kernel.splits else 1
-    if splits > 1:
-        reason += f"; {splits} splits of the keys, since {tasks} tiles of rows leave SMs idle"
-    launches = [_launch(kernel.entry, config, tasks * splits, splits, offer.smem_bytes, reason)]
-    rows = _rows(p)
-    workspace = []
+    first = _launch_over_keys(kernel, offer, p, device, tuning)
+    launches, splits, rows, workspace = [first], first.splits, _rows(p), []
     if splits > 1:
         workspace = [Buffer("out_partial", splits * rows * p.d_v, p.accumulator),
                      Buffer("lse_partial", splits * rows, p.accumulator),
@@ -102,13 +100,16 @@ def plan_forward(problem, device, tuning):
 
 
 def plan_backward(problem, device, tuning):
-    """One loop over the rows for all gradients, or a kernel for dk and dv and one for dq."""
+    """One loop over the rows for all gradients, or a kernel for dk and dv and one for dq.
+
+    Where dbias has no element for each score, it has a kernel of its own.
+    """
     p = problem
     kernel, offer, refusals = _choose("backward", p, device, tuning)
     main = _launch_over_rows(kernel, offer, p, device)
     fused, dbias = offer.around is not None, dict(main.config.constants).get("dbias")
     around = offer.around or cuda_backward_sm80.around(main.config)
-    launches, workspace = _normalise(p, device, tuning)
+    launches, workspace = _normalise(p, kernel.parts.normalise, device, tuning)
     before = replace(around, constants=cuda_dbias.cleared(main))
     launches.append(_around("backward_preprocess", p, before, "lse and delta of each row"))
     rows = _tiles_of_rows(p, around) * around.Br
@@ -119,10 +120,12 @@ def plan_backward(problem, device, tuning):
         launches.append(_around("backward_postprocess", p, around, "dq from its sums"))
         workspace.append(Buffer("dq_sums", rows * around.d, p.accumulator))
     elif "dq" in p.wrt:
-        launches.append(_part("dq_wmma", p, device, tuning))
+        dq, buffers = _dq(p, kernel.parts.dq, device, tuning)
+        launches += dq
+        workspace += buffers
     sums, buffers = _sum_of_splits(p, main)
     if p.wants_dbias:
-        sums += _dbias(p, main, device, tuning)
+        sums += _dbias(p, kernel.parts.dbias, main, device, tuning)
         buffers += cuda_dbias.buffers(p, main) if dbias else []
     if p.wants_dsink:
         sums.append(_row_launch("dsink", p, p.heads_q, 1, "sums over all rows of a head, in order",
@@ -130,11 +133,11 @@ def plan_backward(problem, device, tuning):
     return _plan("backward", p, device, launches + sums, workspace + buffers, refusals)
 
 
-def _dbias(problem, main, device, tuning):
+def _dbias(problem, entry, main, device, tuning):
     """What dbias needs behind the main kernel, if anything."""
     how = dict(main.config.constants).get("dbias")
     if not how:
-        launch = _part("dbias_wmma", problem, device, tuning)
+        launch = _part(entry, problem, device, tuning)
         reason = "" if how is None else f"; {cuda_dbias.sum_of(problem)[1]}"
         return [replace(launch, reason=launch.reason + reason)]
     if not cuda_dbias.buffers(problem, main):
@@ -155,9 +158,34 @@ def _tiles_of_rows(problem, config):
     return p.batch * p.heads_k * ceil(p.group * p.Nq / config.Br)
 
 
+def _launch_over_keys(kernel, offer, problem, device, tuning):
+    """A kernel whose blocks own rows, each for a part of the keys if there are few rows."""
+    splits, reason = 1, offer.reason
+    if kernel.splits:
+        blocks = kernel.blocks_of(offer.config) * device.sms
+        splits = _splits(problem, offer, blocks, tuning.split_keys)
+    if splits > 1:
+        reason += f"; {splits} splits of the keys, since {offer.tasks} tiles of rows leave SMs idle"
+    return _launch(kernel.entry, offer.config, offer.tasks * splits, splits, offer.smem_bytes,
+                   reason)
+
+
+def _dq(problem, entry, device, tuning):
+    """The launches and buffers of a kernel that computes dq beside the one that was chosen."""
+    kernel, offer = _offer_of(entry, problem, device, tuning)
+    launch = _launch_over_keys(kernel, offer, problem, device, tuning)
+    if launch.splits == 1:
+        return [launch], []
+    elements = _rows(problem) * problem.d
+    sums = _row_launch("dq_sum", problem, elements, launch.splits, "adds up the splits, in order",
+                       rows_per_block=SUMS_PER_BLOCK)
+    return [launch, sums], [Buffer("dq_parts", launch.splits * elements, problem.accumulator)]
+
+
 def _launch_over_rows(kernel, offer, problem, device):
     """A kernel whose blocks own keys, each for a part of the rows if there are very many."""
-    splits, reason = long_sums.splits(problem, offer.config, offer.tasks, device), offer.reason
+    blocks, reason = kernel.blocks_of(offer.config) * device.sms, offer.reason
+    splits = long_sums.splits(problem, offer, blocks)
     if "pieces" in dict(offer.config.constants):
         reason += (f"; sums over {dict(offer.config.constants)['pieces']} rows at a time, in "
                    f"{splits} splits of the rows")
@@ -177,7 +205,7 @@ def _sum_of_splits(problem, main):
                       for name, columns in buffers]
 
 
-def _normalise(problem, device, tuning):
+def _normalise(problem, entry, device, tuning):
     """m and ln l of rows whose lse cannot hold them, beside a large bias or ALiBi.
 
     And which rows see no key, where a sink is all that their lse says.
@@ -185,7 +213,7 @@ def _normalise(problem, device, tuning):
     p = problem
     if not (p.bias_shape or p.has_alibi or (p.has_sink and p.has_mask)):
         return [], []
-    launch = replace(_part("normalise", p, device, tuning),
+    launch = replace(_part(entry, p, device, tuning),
                      reason="m and ln l of rows with a large lse")
     return [launch], [Buffer("normalisers", 2 * _rows(p), p.accumulator)]
 
@@ -195,23 +223,29 @@ def _rows(problem):
 
 
 def _part(entry, problem, device, tuning):
-    """A kernel of a backward pass beside the one that was chosen, which takes it for granted."""
+    """The launch of a kernel of a backward pass beside the one that was chosen."""
+    return _launch_of(*_offer_of(entry, problem, device, tuning))
+
+
+def _offer_of(entry, problem, device, tuning):
+    """A kernel and its offer, which the pass takes for granted."""
     (kernel,) = (kernel for kernel in tuning.kernels if kernel.entry == entry)
     offer = kernel.offer(problem, device)
     if isinstance(offer, Refusal):
         raise _unserved([offer], device)
-    return _launch_of(kernel, offer)
+    return kernel, offer
 
 
-def _splits(problem, tasks, config, device, split_keys):
-    """Parts of the keys: 1, or as many as give every multiprocessor two blocks."""
-    if tasks == 0 or tasks >= device.sms:
+def _splits(problem, offer, blocks, split_keys):
+    """Parts of the keys: 1, or as many as make so many blocks."""
+    tasks, Bc = offer.tasks, offer.config.Bc
+    if tasks == 0 or 2 * tasks >= blocks:
         return 1
-    most = min(2 * device.sms // tasks, problem.Nk // split_keys)
+    most = min(blocks // tasks, problem.Nk // split_keys)
     if most <= 1:
         return 1
-    tiles = ceil(ceil(problem.Nk / config.Bc) / most)       # of a split; then no split is empty
-    return ceil(problem.Nk / (tiles * config.Bc))
+    tiles = ceil(ceil(problem.Nk / Bc) / most)              # of a split; then no split is empty
+    return ceil(problem.Nk / (tiles * Bc))
 
 
 def _row_launch(entry, problem, rows, splits, reason, rows_per_block=ROWS_PER_BLOCK, smem=0):

@@ -92,6 +92,13 @@ ROWS = {
         Row(128, 32, 8, 128, "eight warps share K and V, few keys beside the wide accumulator",
             blocks=1),
         Row(64, 16, 4, 128, "16 rows a warp and a fragment of keys, in 163 KiB"),
+        Row(64, 32, 8, 192, "a wide d_v: two warps share 16 rows, each has half the columns",
+            blocks=1, pairs=True),
+        Row(64, 16, 8, 256, "two warps share 16 rows, one of them has the scores of a fragment of "
+            "keys", blocks=1, pairs=True),
+        Row(32, 16, 4, 256, "half the rows and warps, in 163 KiB", blocks=1, pairs=True),
+        Row(16, 16, 2, 256, "two warps with a fragment of rows and of keys, in 99 KiB", blocks=1,
+            pairs=True),
     ),
 }
 
@@ -123,7 +130,9 @@ KERNELS = (FORWARD,)
 def config_of(problem, row):
     """What the kernel is compiled for, to serve this problem with this row."""
     p = problem
-    d, d_v = (ceil(x / FRAGMENT) * FRAGMENT for x in (p.d, p.d_v))
+    # In 16 bits there is a row for other d_v; in float64 both warps of a pair get whole fragments.
+    step = 2 * FRAGMENT if row.pairs and p.dtype == "float64" else FRAGMENT
+    d, d_v = ceil(p.d / FRAGMENT) * FRAGMENT, ceil(p.d_v / step) * step
     constants = (("blocks", row.blocks), ("keep_Q", int(row.keep_Q)),
                  ("pairs", int(row.pairs)), ("split_Q", int(row.split_Q)),
                  ("together", int(row.together)),
@@ -150,7 +159,8 @@ def smem_pieces(config):
     tiles = (("Q, then out", rows * (max(d, d_v) + pad) * size), ("K", keys * (d + pad) * size),
              ("V", keys * (d_v + 16 // size) * size))
     if constants["pairs"]:      # what two warps say of their rows
-        tiles += ("P", Br * (Bc + pad) * size), ("top", 2 * Br * 4), ("l", 2 * Br * 4)
+        sums = 2 * Br * max(4, size)
+        tiles += ("P", Br * (Bc + pad) * size), ("top", sums), ("l", sums)
     if changes_scores(config):
         tiles += ("rows", Br * SCORE_ROW[max(4, size)]), ("seen", 16 * config.warps)
     return tiles

@@ -101,9 +101,10 @@ class ForwardSm90(Candidate):
             return f"sums over {keys} keys in tensor cores lose digits that {p.out_dtype} has"
         return unsupported_arrays(p, ("q", "k", "v"), stored=("out",))
 
-    def parameters(self, problem, config):
+    def parameters(self, problem, launch):
         """The order of its tasks, and what scores and softmax need in base 2."""
-        p, pack = problem, pack_of(problem, config.Br)
+        p, config = problem, launch.config
+        pack = pack_of(p, config.Br)
         return {"pack": pack, "section": section_of(p, pack), "lazy_2": config.lazy * log2(e),
                 "unit": log2(e) if dict(config.constants)["scaled"] else p.scale * log2(e),
                 "qk_scale": p.scale, "cap": p.softcap, "per_cap": 1 / p.softcap if p.softcap else 0,

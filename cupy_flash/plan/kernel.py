@@ -18,6 +18,7 @@ SCALES = 2.0**-60, 2.0**60
 # blocks as there are multiprocessors, each of which it fills; the one task that has its number.
 TASKS, RESIDENT, ONE_TASK = "tasks", "resident", "one task a block"
 MOST_BLOCKS = 2**31 - 1
+SPLIT_KEYS = 512        # a split below this costs more in merging than idle multiprocessors
 SCORE_ROW = {4: 40, 8: 48}  # bytes of the struct of the CUDA sources, by those of a sum
 CHANGES_SCORES = {option.text for option in OPTIONS if option.changes_scores}
 # What a unit for the special instructions of an architecture needs beside the architecture.
@@ -85,13 +86,25 @@ class Kernel:
     maps: tuple[str, ...] = ()
     direction: str = ""
 
-    def parameters(self, problem, config):
+    def parameters(self, problem, launch):
         """Parameters beside those of every kernel of its direction, by name."""
         return {}
 
     def boxes(self, problem, config):
         """The `Box` of each operand in `maps`; None for one that is not moved by the TMA unit."""
         return {}
+
+
+class Parts(NamedTuple):
+    """The entries of the kernels that do what the one that computes a backward pass does not: dq
+    beside it, a dbias that is a sum, and the normalisers before it."""
+
+    dq: str = "dq_wmma"
+    dbias: str = "dbias_wmma"
+    normalise: str = "normalise"
+
+
+PARTS = Parts()
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,16 +114,20 @@ class Candidate(Kernel):
     Attributes
     ----------
     family : str
-        ``"wmma"``, ``"sm80"`` or ``"sm90"``: the kernels that share their way of multiplying.
+        ``"wmma"``, ``"sm80"``, ``"sm90"`` or ``"simt"``: the kernels that share their way of
+        multiplying.
     splits : bool
         Whether it can do a part of the keys and leave the rest to others.
     rows : tuple, or dict of str to tuple
         The table of its tiles, each with the reason; in a dict by `kind_of`.
+    parts : Parts
+        Of a backward kernel: its helpers. Scores must be the same to the bit in all of a pass.
     """
 
     family: str = ""
     splits: bool = False
     rows: Any = ()
+    parts: Parts = PARTS
 
     def offer(self, problem, device):
         """Whether and how the kernel computes a problem on a device.
@@ -127,6 +144,10 @@ class Candidate(Kernel):
         if self.grid == ONE_TASK and found.tasks > MOST_BLOCKS:
             return Refusal(self.entry, f"{found.tasks:,} tasks are more than a grid has blocks")
         return found
+
+    def blocks_of(self, config):
+        """Blocks for each multiprocessor, of which splits make as many if there are few tasks."""
+        return 2
 
     def best(self, problem, device):
         """The `Offer` of the best row of the table; or why there is none, in words."""

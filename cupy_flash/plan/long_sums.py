@@ -56,12 +56,13 @@ def tuned(problem, config, device):
     return replace(config, constants=(*config.constants, *extra)) if extra else config
 
 
-def splits(problem, config, tasks, device):
-    """Parts of the rows of a walk in pieces: enough of them to fill the multiprocessors."""
-    piece, rows = dict(config.constants).get("pieces", 0), problem.group * problem.Nq
+def splits(problem, offer, blocks):
+    """Parts of the rows of a walk in pieces: as many as make so many blocks."""
+    piece, tasks = dict(offer.config.constants).get("pieces", 0), offer.tasks
+    rows = problem.group * problem.Nq
     if not piece or not tasks:
         return 1
-    parts = max(1, min(2 * device.sms // tasks, ceil(rows / piece)))
+    parts = max(1, min(blocks // tasks, ceil(rows / piece)))
     return ceil(rows / split_rows(rows, parts))             # none of them is empty
 
 

@@ -97,14 +97,16 @@ def run_compiler(flags, *arguments):
         raise RuntimeError(f"{arguments[-1]} does not compile:\n{done.stderr[:4000]}")
 
 
-def kernels_with(Br, Bc, warps, registers, hopper, fused):
+def kernels_with(Br, Bc, warps, registers, hopper, fused, simt):
     """All kernels, with these tiles instead of those of their tables, for problems of any size."""
     changes = {"forward_sm80": {"rows": (registers,) if registers else ()},
-               "backward_sm80": {"rows": (FusedTile(256, *fused, 1, "of a test"),) if fused
-                                  else ()},
+               "backward_sm80": {"rows": (FusedTile(256, *fused[:6], 1, "of a test", *fused[6:]),)
+                                 if fused else ()},
                "forward_sm90": {"rows": (hopper,), "fewest_rows": 1, "many_keys": 10**6}}
     for entry in ("forward_wmma", "dkdv_wmma", "dq_wmma", "dbias_wmma", "normalise"):
         changes[entry] = {"rows": (Tile(Br, Bc, warps, "of a test"),)}
+    for entry in ("forward_simt", "dkdv_simt", "dq_simt", "dbias_simt", "normalise_simt"):
+        changes[entry] = {"rows": (simt,) if simt else ()}
     for entry, change in changes.items():
         if isinstance(kernel_of(entry).rows, dict):     # one row for all types
             change["rows"] = dict.fromkeys(kernel_of(entry).rows, change["rows"])
@@ -166,12 +168,16 @@ class Fibers:
     hopper : cuda_forward_sm90.Row or None
         The row of the kernel for sm_90a; without one it does not serve.
     fused : tuple of int
-        Br, Bc, warps, roles, parts and stages of the fused backward kernel; the same without.
+        Br, Bc, warps, roles, parts, stages and, if it is to be, `split_late` of the fused backward
+        kernel; the same without.
+    simt : cuda_simt.Tile or tuple ()
+        The row of all kernels without tensor cores; the same without.
     """
 
     def __init__(self, Br=16, Bc=16, warps=2, seed=1, grid=3, sms=1, skip="", fill=NAN_BYTE,
-                 missing=0, flags=("-O1",), registers=(), hopper=None, fused=()):
-        self.kernels = kernels_with(Br, Bc, warps, registers, hopper, fused)
+                 missing=0, flags=("-O1",), registers=(), hopper=None, fused=(),
+                 simt=()):
+        self.kernels = kernels_with(Br, Bc, warps, registers, hopper, fused, simt)
         self.seed, self.grid, self.skip, self.fill, self.flags = seed, grid, skip, fill, flags
         self.missing = missing
         self.device = GpuDevice(0, "fibers", 80, sms, 227 << 10,

@@ -12,6 +12,7 @@ from cases import Case, inputs
 from cuda_on_cpu.harness import Fibers
 from cupy_flash.plan import tuned
 from cupy_flash.plan.cuda_forward_sm80 import Row
+from cupy_flash.plan.cuda_simt import Tile
 
 
 def main(missing):
@@ -35,6 +36,7 @@ def main(missing):
             Fibers(sms=sms, missing=missing, flags=flags, registers=row).forward(
                 x.q, x.k, x.v, **x.options)
     fused_backward(missing, flags)
+    narrow_heads(missing, flags)
 
 
 def fused_backward(missing, flags):
@@ -53,6 +55,18 @@ def fused_backward(missing, flags):
         fibers = Fibers(missing=missing, flags=flags, fused=(32, 32, 4, 1, 2, 1))
         out, lse = Fibers(flags=flags).forward(x.q, x.k, x.v, **x.options)
         fibers.backward(x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse, **x.options)
+
+
+def narrow_heads(missing, flags):
+    """Records of whole pieces of 16 bytes and of others; dbias of each score and a sum."""
+    tile = Tile(2, 1, 32, 8, 2, 16, 2, "of a test")
+    for dtype, d, d_v, bias in (("float32", 3, 2, "bhqk"), ("float64", 8, 1, "1hq1")):
+        x = inputs(Case("memory", Nq=67, Nk=77, Hq=2, Hk=1, d=d, d_v=d_v, dtype=dtype, causal=True,
+                        mask="padding", bias=bias, alibi="h", kv_lens=(70,)))
+        for sms in (1, 64):
+            fibers = Fibers(sms=sms, missing=missing, flags=flags, simt=tile)
+            out, lse = fibers.forward(x.q, x.k, x.v, **x.options)
+            fibers.backward(x.dout, x.q, x.k, x.v, out, lse, dlse=x.dlse, **x.options)
 
 
 if __name__ == "__main__":

@@ -67,24 +67,19 @@ def pack(plan, launch, operands, addresses):
         Bc = plan.launches[0].config.Bc
         keys = ceil(p.Nk / launch.splits / Bc) * Bc
         values |= {"splits": launch.splits, "split_keys": keys}
-        values |= {name: addresses.get(name, 0) for name in ("out_partial", "lse_partial",
-                                                               "l_partial")}
     else:
         extents = p.bias_shape or (0, 0, 0, 0)
         names = ("batch_bias", "heads_bias", "Nbias_q", "Nbias_k")
-        values |= {name: addresses.get(name, 0)
-                   for name in ("state", "dq_sums", "dk_sums", "dv_sums",
-                                "normalisers", "dbias_sums")}
         values |= dict(zip(names, extents, strict=True))
         values["state_rows"] = next((x.config.Br for x in plan.launches
                                     if x.entry == "backward_preprocess"), 1)
-        splits = max(x.splits for x in plan.launches)
+        splits = next((x.splits for x in plan.launches if kernel_of(x.entry).direction), 1)
         values |= {"row_splits": splits,
                    "split_rows": long_sums.split_rows(p.group * p.Nq, splits)}
     for kernel, x in zip(kernels, plan.launches, strict=True):
-        values |= kernel.parameters(p, x.config)
+        values |= kernel.parameters(p, x)
     packed = np.zeros(1, dtype)
-    for name, value in values.items():
+    for name, value in (values | addresses).items():
         packed[name] = value
     return packed
 
