@@ -125,3 +125,9 @@ def test_sums_that_do_not_fit_take_another_tile():
     p = plan_of((1, 1, 1, 3001), dtype="bfloat16", out_dtype="bfloat16", precision=None).problem
     tiles = [main_of(make_plan("backward", p, device)).config.Bc for device in (H200, small)]
     assert tiles == [128, 64]
+
+
+def test_kernels_for_narrow_heads_say_nothing_of_the_fused_one():
+    (launch,) = (x for x in plan_of((1, 4, 1000, 3001), d=3, d_v=1).launches
+                 if x.entry == "dbias_simt")
+    assert launch.reason == "a column of dbias of each thread"

@@ -125,7 +125,7 @@ def plan_backward(problem, device, tuning):
         workspace += buffers
     sums, buffers = _sum_of_splits(p, main)
     if p.wants_dbias:
-        sums += _dbias(p, kernel.parts.dbias, main, device, tuning)
+        sums += _dbias(p, kernel, main, device, tuning)
         buffers += cuda_dbias.buffers(p, main) if dbias else []
     if p.wants_dsink:
         sums.append(_row_launch("dsink", p, p.heads_q, 1, "sums over all rows of a head, in order",
@@ -133,13 +133,13 @@ def plan_backward(problem, device, tuning):
     return _plan("backward", p, device, launches + sums, workspace + buffers, refusals)
 
 
-def _dbias(problem, entry, main, device, tuning):
+def _dbias(problem, kernel, main, device, tuning):
     """What dbias needs behind the main kernel, if anything."""
-    how = dict(main.config.constants).get("dbias")
-    if not how:
-        launch = _part(entry, problem, device, tuning)
-        reason = "" if how is None else f"; {cuda_dbias.sum_of(problem)[1]}"
-        return [replace(launch, reason=launch.reason + reason)]
+    if not dict(main.config.constants).get("dbias"):
+        launch = _part(kernel.parts.dbias, problem, device, tuning)
+        if kernel.entry == cuda_backward_sm80.BACKWARD.entry:
+            launch = replace(launch, reason=f"{launch.reason}; {cuda_dbias.sum_of(problem)[1]}")
+        return [launch]
     if not cuda_dbias.buffers(problem, main):
         return []
     config, tasks, smem = cuda_dbias.sum_launch(problem, main)
