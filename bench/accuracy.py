@@ -4,8 +4,8 @@
     python -m bench accuracy rows           # every row of every gradient judged by itself
 
 The second part has problems whose rows of dout differ by factors up to 2^16: a row's error, in
-units of its own norm, over that of a plain program in the same type, the largest among the 128 rows
-nearest in norm. For float64 the plain program is the same formulas in another order of sums.
+units of its own norm, over that of the baseline in the same type, the largest among the 128 rows
+nearest in norm. For float64 the baseline is the same formulas in another order of sums.
 Printed are the largest factor once max(4, 0.2 %) of the rows are left out, in which terms cancel,
 and the largest of all.
 """

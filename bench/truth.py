@@ -7,7 +7,7 @@ def answers(cell, q, k, v, dout, xp, options=None, dtype=None, rounded=lambda x:
     """out, lse, dq (group, Nq, ...), dk, dv (Nk, ...) of a key head, block of rows by block.
 
     q and dout are those of the query heads that read it. xp: torch, CuPy or NumPy. With another
-    dtype and P, dS and the results `rounded` it is a plain program of a narrower type.
+    dtype and P, dS and the results `rounded` it is the baseline of a narrower type.
     """
     dtype, options = dtype or xp.float64, options or {}
     q, k, v, dout = (xp.asarray(x, dtype=dtype) for x in (q, k, v, dout))

@@ -145,7 +145,7 @@ CF_DEVICE void dkdv_keys(const BackwardParams& p, unsigned char* memory, const S
     load_key(own.v[j], p.v, head_address(p.v, at.b, at.head_k), key, key < s.kv_len);
   }
   const KeyBand band(p, s, key0, min(p.Nk - key0, int64(Bc)));
-  // Each element of dbias is written, those of rows that see no key among them.
+  // Each element of dbias is written, those of fully masked rows among them.
   const int64 first = Config::dbias ? piece.begin : max(band.first / Br * Br, piece.begin);
   const int64 end = Config::dbias ? piece.end : min(band.end, piece.end);
   KeySums<Config> sums;

@@ -16,7 +16,7 @@ struct GradientRows {
   using T = typename Config::element;
   static constexpr int R = DqSimtTraits<Config>::R, d = Config::d, d_v = Config::d_v;
   T q[R][d], dO[R][d_v], dq[R][d] = {};
-  StateOfRow<T> state[R];    // lse is +inf for rows that see no key, so that their P is 0
+  StateOfRow<T> state[R];    // lse is +inf for fully masked rows, so that their P is 0
 
   CF_DEVICE GradientRows(const BackwardParams& p, const Rows& rows) {
     load_owned<Config>(q, p.q, rows);
@@ -94,7 +94,7 @@ CF_DEVICE void find_dq(const DqParams& p, const RowTask& task, int64 split,
     const int r = owned<Config>(i);
     if (r >= count) continue;
     const uint64 row = task.rows.address(to, r);
-    // A row that sees no key may have met a NaN beside others, which do.
+    // A fully masked row may have met a NaN beside others, which are not.
     const bool seen = own.state[i].lse != inf<T>();
 #pragma unroll
     for (int c = 0; c < d; ++c) {

@@ -41,7 +41,7 @@ struct RowTile {
   using Traits = RowTraits<Config>;
   using T = typename Config::element;
   using Row = typename Traits::Row;
-  T* records;                // [Br, width]; lse is +inf for rows that see no key
+  T* records;                // [Br, width]; lse is +inf for fully masked rows
   Row* rows;                 // [Br]
   unsigned char* rest;
 
