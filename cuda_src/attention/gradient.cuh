@@ -71,7 +71,7 @@ CF_DEVICE Normaliser<T> normaliser_of(const BackwardParams& p, const Rows& rows,
   return at<const Normaliser<T>>(normaliser_address<T>(p, rows, r));
 }
 
-// What exponents are taken against in row r; -inf: it is fully masked. With a sink lse does not say so.
+// What exponents are taken against in row r; -inf: fully masked. With a sink lse does not say so.
 template <typename Config>
 CF_DEVICE auto reference_of_row(const BackwardParams& p, const Rows& rows, int r) {
   using T = accumulator<typename Config::element>;
