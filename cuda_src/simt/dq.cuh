@@ -103,20 +103,13 @@ CF_DEVICE void find_dq(const DqParams& p, const RowTask& task, int64 split,
   }
 }
 
-// Tasks: tiles of query rows of a key head, each once per split of the keys.
 template <typename Config>
 CF_DEVICE void dq_simt(const DqParams& p) {
   using T = typename Config::element;
   CF_DYNAMIC_SHARED(memory);
-  const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
-  for (int64 i = blockIdx.x; i < p.tasks; i += gridDim.x) {
-    const SplitTile at = split_tile(p, i, p.key_splits, tiles, true);
-    RowTask task(p, open_rows(p, at.b, at.head_k * p.group, p.group, at.tile * Config::Br,
-                              Config::Br),
-                 at.split * p.split_keys, (at.split + 1) * p.split_keys, Config::Br, at.head_k);
-    ptx::keep_in_memory(task);
-    find_dq<Config>(p, task, at.split, reinterpret_cast<T*>(memory));
-  }
+  for_each_task<Config>(p, p.key_splits, p.split_keys, [&](const RowTask& task, int64 split) {
+    find_dq<Config>(p, task, split, reinterpret_cast<T*>(memory));
+  });
 }
 
 }  // namespace cf

@@ -32,26 +32,19 @@ CF_DEVICE void store_sums(const ForwardParams& p, const Rows& rows, int64 split,
   }
 }
 
-// Tasks: tiles of query rows of a key head, each once per split of the keys.
 template <typename Config>
 CF_DEVICE void forward_simt(const ForwardParams& p) {
   using T = typename Config::element;
   constexpr int R = ForwardSimtTraits<Config>::R;
   CF_DYNAMIC_SHARED(memory);
   T* const tile = reinterpret_cast<T*>(memory);
-  const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
-  for (int64 i = blockIdx.x; i < p.tasks; i += gridDim.x) {
-    const SplitTile at = split_tile(p, i, p.splits, tiles, true);
-    RowTask task(p, open_rows(p, at.b, at.head_k * p.group, p.group, at.tile * Config::Br,
-                              Config::Br),
-                 at.split * p.split_keys, (at.split + 1) * p.split_keys, Config::Br, at.head_k);
-    ptx::keep_in_memory(task);
+  for_each_task<Config>(p, p.splits, p.split_keys, [&](const RowTask& task, int64 split) {
     LongRowSums<T, Config::d_v> sums[R];
     sum_over_keys<Config>(sums, p, task, tile, [&](int j, const KeyRange& range) {
       return open_score_row<Config, T>(p, task.rows, owned<Config>(j), range);
     });
-    store_sums<Config>(p, task.rows, at.split, sums);
-  }
+    store_sums<Config>(p, task.rows, split, sums);
+  });
 }
 
 }  // namespace cf

@@ -41,6 +41,20 @@ struct RowTask {
         k(head_address(p.k, rows_.b, head_k)), v(head_address(p.v, rows_.b, head_k)) {}
 };
 
+// Tasks: tiles of query rows of a key head, each once per split of the keys. body(task, split).
+template <typename Config, typename Body>
+CF_DEVICE void for_each_task(const Params& p, int64 splits, int64 split_keys, const Body& body) {
+  const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
+  for (int64 i = blockIdx.x; i < p.tasks; i += gridDim.x) {
+    const SplitTile at = split_tile(p, i, splits, tiles, true);
+    RowTask task(p, open_rows(p, at.b, at.head_k * p.group, p.group, at.tile * Config::Br,
+                              Config::Br),
+                 at.split * split_keys, (at.split + 1) * split_keys, Config::Br, at.head_k);
+    ptx::keep_in_memory(task);
+    body(task, at.split);
+  }
+}
+
 // The elements of a thread's rows.
 template <typename Config, int columns, int R, typename T>
 CF_DEVICE void load_owned(T (&x)[R][columns], const Tensor& t, const Rows& rows) {

@@ -42,21 +42,14 @@ CF_DEVICE void normalise_rows(const BackwardParams& p, const RowTask& task,
   }
 }
 
-// Tasks: tiles of packed rows of a key head.
 template <typename Config>
 CF_DEVICE void normalise_simt(const BackwardParams& p) {
   using T = typename Config::element;
   static_assert(Config::scaled, "m is that of scores");
   CF_DYNAMIC_SHARED(memory);
-  const int64 tiles = ceil_div(p.group * p.Nq, int64(Config::Br));
-  for (int64 i = blockIdx.x; i < p.tasks; i += gridDim.x) {
-    const SplitTile at = split_tile(p, i, 1, tiles, true);
-    RowTask task(p, open_rows(p, at.b, at.head_k * p.group, p.group, at.tile * Config::Br,
-                              Config::Br),
-                 0, p.Nk, Config::Br, at.head_k);
-    ptx::keep_in_memory(task);
+  for_each_task<Config>(p, 1, p.Nk, [&](const RowTask& task, int64) {
     normalise_rows<Config>(p, task, reinterpret_cast<T*>(memory));
-  }
+  });
 }
 
 }  // namespace cf
